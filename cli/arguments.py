@@ -1,4 +1,4 @@
-"""Holds what the commands of `moebius` share: their declaration and recurring arguments.
+"""Declares commands and their recurring arguments, and resolves the configuration that they name.
 
 Every command declares its arguments before one is chosen, so this module and the top of every command's
 module must not import torch, pydantic or rich: `moebius --help` has to answer at once. Handlers import what
@@ -10,8 +10,12 @@ import os
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..own_parts import is_own
+
+if TYPE_CHECKING:
+    from ..train.config.run_config import Config
 
 RUNS = Path("runs")  # default folder of runs and prepared data
 
@@ -96,3 +100,18 @@ def allow_unauthenticated(options: argparse.Namespace) -> None:
 
     if options.allow_unauthenticated:
         os.environ[ALLOW_UNAUTHENTICATED] = "1"
+
+
+def resolve_config(name: str, overrides: list[str]) -> "Config":
+    """Returns the configuration of a recipe, a TOML file or a run's config.json, changed.
+
+    Raises:
+        ConfigError: there is none of this name, it cannot be read, or a change is not valid.
+    """
+    from ..train.config.resolve import resolve
+    from ..train.config.run_config import Config
+    from ..train.recipes.smoke import RECIPES
+
+    if not name.endswith(".json"):
+        return resolve(name, overrides, RECIPES)
+    return resolve(name, overrides, {name: lambda: Config.load(Path(name))})

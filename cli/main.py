@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..own_parts import nearest
+from .console import print_message
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
-from .messages import print_message
 from .models import config, evaluate, recipes
 from .planning import plan, simulate
 

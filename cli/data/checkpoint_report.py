@@ -42,9 +42,8 @@ def list_table(path: Path) -> Table:
         words = Text(f"{unfinished.name}: being written, or abandoned", style="yellow")
         with suppress(FileNotFoundError):  # it was completed meanwhile
             table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
-    for aside, why in list_set_aside(path / "checkpoints"):
-        style = "red" if why == "damaged" else "yellow"
-        words = Text(f"{aside.name}: {why}, and set aside by the run", style=style)
+    for aside in list_set_aside(path / "checkpoints"):
+        words = Text(f"{aside.name}: damaged, and set aside by the run", style="red")
         size = f"{_size_of(aside) / 2**20:,.1f}"
         table.add_row("", _time_of(aside), size, "", "", "", "", words)
     return table

@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from ..arguments import Commands, add_command, add_overrides, add_run_argument
+from ..arguments import Commands, add_command, add_overrides, add_run_argument, resolve_config
 
 
 def add_commands(commands: Commands) -> None:
@@ -61,13 +61,11 @@ def _add_verify(actions: Commands) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from ..progress import progress_bars
+    from ..console import progress_bars
     from .checkpoint_report import verify_each
 
     problems = []
-    with progress_bars(Console(stderr=True)) as start_progress:
+    with progress_bars() as start_progress:
         for path, words, problem in verify_each(options.path, options.step, start_progress):
             print(f"{path.name}: {'DAMAGED' if problem else f'intact ({words})'}")
             if problem:
@@ -123,15 +121,13 @@ def _add_export(actions: Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...distributed.checkpoint.format import find_checkpoint
     from ...export.hf.model_folder import export_to_hf
     from ...export.safetensors import export, parse_size
-    from ..progress import progress_bars
+    from ..console import progress_bars
 
     write = partial(export_to_hf, with_tokenizer=not options.no_tokenizer)
-    with progress_bars(Console(stderr=True)) as start_progress:
+    with progress_bars() as start_progress:
         exported = (write if options.format == "hf" else export)(
             find_checkpoint(options.path, options.step),
             options.out,
@@ -175,7 +171,6 @@ def _add_import(actions: Commands) -> None:
 
 def _import(options: argparse.Namespace) -> int:
     from ...export.published import import_published
-    from ..configurations import resolve_config
 
     config = resolve_config(options.name, options.overrides)
     print(import_published(options.file, options.out, config, ignore=options.ignore))

@@ -160,16 +160,14 @@ def _add_verify(actions: Commands) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...data_pipeline.manifest import read_manifest
     from ...data_pipeline.verify import data_folder, verify
-    from ..progress import progress_bars
+    from ..console import progress_bars
 
     folder = data_folder(options.path)
     manifest = read_manifest(folder)
     num_bytes = sum(entry.num_bytes for entry in manifest.shards)
-    with progress_bars(Console(stderr=True)) as start_progress:
+    with progress_bars() as start_progress:
         on_bytes = start_progress(f"reading {folder.name}", 2 * num_bytes)
         problems = list(verify(folder, manifest, on_bytes))
     if problems:

@@ -79,11 +79,10 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
 def _rows_of_step(run: Path, config: "Config", step: int) -> "list[DecodedRow]":
     from ...data_pipeline.read.peek import peek_samples
     from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
-    from ...train.spikes.history import read_rollbacks, skipped_by
 
     if not 1 <= step <= config.train.steps:
         raise ValueError(f"--step {step}: the run has steps 1 to {config.train.steps}")
-    samples = skipped_by(read_rollbacks(run)).step_at(step, config.train.global_batch)
+    samples = range((step - 1) * config.train.global_batch, step * config.train.global_batch)
     tokenizer = prepared_tokenizer(config.data.directory)
     return peek_samples(config.data, samples, tokenizer, skip_folder=run / "skipped")
 

@@ -13,8 +13,8 @@ from ..arguments import (
     add_run_argument,
     add_unauthenticated,
     allow_unauthenticated,
+    resolve_config,
 )
-from ..configurations import resolve_config
 from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _add_submit(commands: Commands) -> None:
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=2 job.ranks_per_node=4",
             "submit smoke --emit kuberay --with image=registry/moebius:1 claim=runs",
-            "submit moeut_126m prepare.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
+            "submit moeut_126m prepare.input=\"['corpus/*.jsonl']\" train.start_when=50_000_000",
         ],
         notes=ENDS,
     )

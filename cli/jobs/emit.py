@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import resolve_config
+
 if TYPE_CHECKING:
     from ...train.config.run_config import Config
 
@@ -85,7 +87,6 @@ def _slurm(options: argparse.Namespace, settings: Mapping[str, Any]) -> str:
 def _resolve(options: argparse.Namespace, root: Path) -> "Config":
     """Returns the configuration, with prepared data below `root`, which every node sees."""
     from ...train.record.run_folder import place_data
-    from ..configurations import resolve_config
 
     config = place_data(resolve_config(options.name, options.overrides), root)
     config.check_world(config.world_size)

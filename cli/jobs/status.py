@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import RUNS, Commands, add_command, add_run_argument
-from ..messages import print_message
+from ..console import print_message
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -77,34 +77,17 @@ def differences(name: str, recipes: Mapping[str, Callable[[], Config]]) -> list[
     return lines
 
 
-def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
-    """Returns the table of entries with a legend.
-
-    Args:
-        width: columns of the terminal. Each recipe has one line; its description is cut to what is left, or
-            dropped.
-    """
-    shown = list(entries)
-    headings = ("recipe", "parameters", "active", "FLOPs/token", "g", "promises")
-    rows = [tuple(_cells(entry)) for entry in shown]
+def render_catalogue(entries: Iterable[Entry]) -> Group:
+    """Returns the table of entries, one line each, with a legend."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    left = width
-    for heading, *cells in zip(headings, *rows, strict=True):
+    for heading in ("recipe", "parameters", "active", "FLOPs/token", "g", "promises"):
         justify = "left" if heading in ("recipe", "promises") else "right"
-        columns = max(map(len, (heading, *cells)))
-        table.add_column(heading, justify=justify, no_wrap=True, min_width=columns)
-        left -= 2 + columns
-    described = left >= len("architecture")  # a narrow terminal shows only the figures
-    if described:
-        table.add_column("architecture", no_wrap=True)
-    for entry, row in zip(shown, rows, strict=True):
-        cells = (*row, _cut(entry.description, left)) if described else row
-        table.add_row(*map(Text, cells))
+        table.add_column(heading, justify=justify, no_wrap=True)
+    table.add_column(Text("architecture", no_wrap=True))
+    for entry in entries:
+        description = Text(entry.description, no_wrap=True, overflow="ellipsis")
+        table.add_row(*map(Text, _cells(entry)), description)
     return Group(table, Text(_LEGEND, style="dim"))
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1].rstrip(" ,:") + "…"
 
 
 def _cells(entry: Entry) -> Iterable[str]:

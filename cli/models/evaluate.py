@@ -211,12 +211,12 @@ def _tasks(options: argparse.Namespace) -> int:
 
     from ...evaluation.tasks.items import HUB
     from ...evaluation.zero_shot import measure_tasks
-    from ..progress import progress_bars
+    from ..console import progress_bars
     from .evaluate_report import plain_report, render_report
 
     if options.data is None:
         raise ValueError("--tasks needs --data: the folder of the task files, or hub")
-    with progress_bars(Console(stderr=True), of_rows=True) as on_task:
+    with progress_bars(of_rows=True) as on_task:
         report = measure_tasks(
             options.run_dir,
             [name for name in options.tasks.split(",") if name],

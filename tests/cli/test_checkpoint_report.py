@@ -11,10 +11,7 @@ from world import run_ranks
 from moebius.cli.data import checkpoint_report
 from moebius.cli.main import main
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.format import (
-    Checkpoint,
-    list_checkpoints,
-)
+from moebius.distributed.checkpoint.format import Checkpoint, list_checkpoints
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import block_shard

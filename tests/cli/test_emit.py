@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.cli.configurations import resolve_config
+from moebius.cli.arguments import resolve_config
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import ConfigError
 from moebius.train.recipes.smoke import RECIPES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.cli.messages import print_message
+from moebius.cli.console import print_message
 from moebius.cluster.job import Journal, State
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import ConfigError

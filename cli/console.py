@@ -1,0 +1,45 @@
+"""What commands show besides their result: messages on standard error, and progress bars."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+StartProgress = Callable[[str, int], Callable[[int], None]]
+"""Takes a name and the number of bytes or rows; returns a function that takes each advance."""
+
+
+def print_message(label: str, text: str, *, style: str = "bold red") -> None:
+    """Prints "label: text" on standard error, unwrapped; brackets are no markup, secrets blotted out."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from ..train.record.redaction import redact
+
+    message = Text.assemble((f"{label}:", style), " ", redact(text))
+    Console(stderr=True, soft_wrap=True).print(message, highlight=False)
+
+
+@contextmanager
+def progress_bars(*, of_rows: bool = False) -> Iterator[StartProgress]:
+    """Yields a function that starts a progress bar; it draws nothing without a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    count = MofNCompleteColumn() if of_rows else DownloadColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+
+        def start_progress(what: str, total: int) -> Callable[[int], None]:
+            task = progress.add_task(what, total=total)
+            return lambda more: progress.advance(task, more)
+
+        yield start_progress
