@@ -157,11 +157,12 @@ def _is_known(word: str) -> bool:
 
 
 def commands_can_be_given(text: str) -> list[str]:
-    """Checks that every `moebius …` of a console parses, and every `make …` names a target."""
+    """Checks every `moebius …` of a console, with its overrides, and that `make …` names a target."""
     wrong = []
     for block in blocks(text, "console"):
         for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True) if line[:2] == "$ " else []
+            command = line.removeprefix("$ ").partition(" > ")[0]
+            words = shlex.split(command, comments=True) if line[:2] == "$ " else []
             if words[:1] == ["make"]:
                 wrong += [f"{line}: no such target" for word in words[1:] if not _is_target(word)]
             elif words[:1] == ["moebius"] and (problem := _refusal(words[1:])):
@@ -175,14 +176,20 @@ def _is_target(word: str) -> bool:
 
 
 def _refusal(words: list[str]) -> str | None:
-    from moebius.cli.main import ELSEWHERE, build_parser
+    from moebius.cli.main import ELSEWHERE, parse
+    from moebius.train.config.resolve import resolve
+    from moebius.train.recipes.smoke import RECIPES
 
     if words[0] in ELSEWHERE:
         return None  # a command of a satellite, which may not be installed
     try:
-        build_parser().parse_known_args(words)
+        options = parse(words)
+        if getattr(options, "name", None) in RECIPES:
+            resolve(options.name, options.overrides, RECIPES)
     except SystemExit as ended:
         return f"the command line refuses it (exit code {ended.code})" if ended.code else None
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -233,6 +240,11 @@ FAULTS: list[tuple[Check, str, str]] = [
     (names_exist, "`Routes.never_heard_of`", "no source knows never_heard_of"),
     (names_exist, "`NeverHeardOf(1)`", "no source knows NeverHeardOf"),
     (commands_can_be_given, "```console\n$ moebius trian smoke\n```\n", "the command line refuses"),
+    (
+        commands_can_be_given,
+        "```console\n$ moebius train smoke train.stepz=1\n```\n",
+        "did you mean",
+    ),
     (commands_can_be_given, "```console\n$ make nothing\n```\n", "no such target"),
     (
         recipes_fit,

@@ -18,11 +18,7 @@ from moebius.evaluation.restore import restore
 from moebius.export.safetensors import export
 from moebius.model.layers import LayerNorm, router_logits
 from moebius.simulation.ranks import RequestedRanks, make_cluster
-from moebius.train.config.run_config import (
-    Config,
-    ConfigError,
-    TrainConfig,
-)
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
 from moebius.train.rank_data import open_loader
@@ -179,8 +175,3 @@ def test_the_planner_and_the_simulator_refuse_it(
     assert "bfloat16_only" in capsys.readouterr().err
     with pytest.raises(ValueError, match="bfloat16_only"):
         make_cluster(config_of(data, "switch"), RequestedRanks(world_size=2))
-
-
-def test_an_unknown_precision_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'float32', 'bfloat16' or 'bfloat16_only'"):
-        TrainConfig.model_validate({"precision": "bf16"})

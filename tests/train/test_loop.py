@@ -1,6 +1,5 @@
 """What a run on several ranks reports about its exchanges, and how it checks them on demand."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,17 +90,16 @@ def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Pat
     assert all("exchange" not in line for line in lines(tmp_path, "train"))
 
 
-# The same again, and the same elsewhere.
+# The same on other layouts.
 
 
 @dataclass(frozen=True)
 class Made:
-    """Holds the results of some steps: losses, router buffers and a digest of all weights."""
+    """Holds the results of some steps: losses and router buffers."""
 
     losses: list[float]
     auxiliary: list[dict[str, float]]
     biases: dict[str, Tensor]
-    digest: str
 
 
 def make_steps(config: Config, run_dir: Path) -> Made:
@@ -118,19 +116,8 @@ def make_steps(config: Config, run_dir: Path) -> Made:
                         if name.startswith("auxiliary/")
                     }
                 )
-        digest = hashlib.sha256()
-        for _, parameter in sorted(run.model.named_parameters()):
-            digest.update(parameter.detach().numpy().tobytes())
         biases = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-        return Made(losses, auxiliary, biases, digest.hexdigest())
-
-
-@pytest.mark.slow
-def test_two_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    config = config_of(data, ep=2, steps=3)
-    first, other = (run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(2))
-    assert [made.losses for made in other] == [made.losses for made in first]
-    assert [made.digest for made in other] == [made.digest for made in first]
+        return Made(losses, auxiliary, biases)
 
 
 @pytest.mark.slow

@@ -231,29 +231,6 @@ def test_the_example_files_can_be_run() -> None:
         config.check_world(config.world_size)
 
 
-def test_the_commands_of_the_readme_can_be_run() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    commands = [
-        line.split()[2:]
-        for line in re.findall(r"moebius (?:train|submit) .*", readme)
-        for line in [f"x {line}"]
-    ]
-    checked = 0
-    for words in commands:
-        name, *rest = [word.strip("`") for word in words[1:]]
-        if name not in RECIPES:
-            continue
-        overrides = [
-            word.rstrip("`.:")
-            for word in rest
-            if "=" in word and "'" not in word and "$" not in word
-        ]
-        config = make(*overrides, name=name)
-        config.check_world(config.world_size)
-        checked += 1
-    assert checked >= 3
-
-
 def test_the_published_sizes_can_be_split_as_the_readme_says() -> None:
     splits = {}
     for name in RECIPES:

@@ -100,7 +100,7 @@ def test_the_differences_lead_from_the_defaults_to_the_recipe() -> None:
     ("words", "shown"),
     [
         ([], ["optim", "AdamW"]),
-        (["train.spikes"], ["train.spikes.window", "128"]),
+        (["job.limits"], ["job.limits.phase_s", "3600"]),
         (["optim.learning_rate"], ["optim.learning_rate=0.00025", "number > 0"]),
         (["smoke", "--diff"], ["job.num_nodes", "2"]),
         (
@@ -132,7 +132,6 @@ def test_a_written_recipe_is_a_file_that_trains(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["train.stepz"], "train.steps"),
         (["model.widht"], "model.attention.positions.width"),
         (["train", "--diff"], "smoke --diff"),
     ],
