@@ -68,8 +68,6 @@ class Curves:
                 self.validation[record["step"]] = record["loss"]
             case "checkpoint" if not record.get("error"):
                 self._tell(record, "checkpoint")
-            case "rollback":
-                self._tell(record, f"rolled back to step {record['to_step']}", interrupts=True)
 
     def _add_train(self, record: Record) -> None:
         self.step = step = record["step"]
@@ -104,8 +102,8 @@ class Curves:
         before = bisect_right(self._order, (time, math.inf))
         return self._order[before - 1][1] if before else None
 
-    def _tell(self, record: Record, words: str, *, interrupts: bool = False) -> None:
-        self.events.append(Event(record["time"], record["step"], words, interrupts))
+    def _tell(self, record: Record, words: str) -> None:
+        self.events.append(Event(record["time"], record["step"], words))
 
 
 class FollowedRun:

@@ -47,9 +47,6 @@ class RecordFields(BaseModel):
     text_field: str = Field(default="text", min_length=1)
     """The field that holds a record's text."""
 
-    source_field: str = "source"
-    """The field of a record's origin; records without it get the file's name."""
-
     id_field: str = Field(default="", examples=["id"])
     """The field of a record's id, which is stored beside its tokens; empty: no ids."""
 

@@ -154,7 +154,6 @@ def import_published(
         "progress": progress,
         "data": None,  # no position, so training starts at the beginning of its data
         "experts": {},
-        "rollbacks": [],
         "config": config.model_dump(mode="json"),
     }
     state = _state(weights, model, stored_dtype(config.train.precision))

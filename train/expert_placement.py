@@ -25,11 +25,7 @@ from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import MeshConfig
 from ..distributed.mesh import Mesh
 from ..distributed.placement.balance_load import load_imbalance, rebalanced
-from ..distributed.placement.move import (
-    MoveResult,
-    expert_maps_of,
-    move_experts,
-)
+from ..distributed.placement.move import MoveResult, expert_maps_of, move_experts
 from ..distributed.placement.replicas import make_reducer
 from ..model.transformer import Transformer
 

@@ -14,7 +14,6 @@ from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .record.heartbeat import Phase
 from .run import Run, StepResult, save
-from .spikes.reaction import roll_back_if_due
 
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 
@@ -93,12 +92,6 @@ def log_checkpoints(run: Run, _result: StepResult) -> None:
     log_saved(run)
 
 
-def roll_back_after_spikes(run: Run, result: StepResult) -> None:
-    """Rolls the run back after too many spikes."""
-    if not result.is_last:
-        roll_back_if_due(run)
-
-
 HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
     log_step,
     log_spike,
@@ -106,7 +99,6 @@ HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
     save_checkpoint,
     evaluate_validation,
     log_checkpoints,
-    roll_back_after_spikes,
 )
 
 

@@ -4,8 +4,8 @@
           → [batch → loss → gradients → clip → update → hooks] × steps
           → end
 
-The hooks (hooks.py) run at every step boundary: log, move experts, save, evaluate, roll back. Every
-rank runs this code. Decisions (to skip an update, to stop, to save) use numbers that are equal on
+The hooks (hooks.py) run at every step boundary: log, move experts, save, evaluate. Every rank
+runs this code. Decisions (to skip an update, to stop, to save) use numbers that are equal on
 all ranks, so no rank ever enters a collective alone. `cluster/` starts the ranks, on one machine or
 on many nodes.
 """
@@ -35,7 +35,6 @@ from .optim import learning_rate_at
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
 from .run import Run, StepResult, assemble, resume
-from .spikes.reaction import count_skipped, roll_back_if_due, why_skipped
 from .state import seed_micro_batch
 
 
@@ -82,8 +81,6 @@ def train_steps(run: Run) -> str:
     if run.progress.step == 0:
         evaluate_run(run)
     run.restart_clock()
-    if run.progress.step < config.train.steps:
-        roll_back_if_due(run)  # the run may have ended between spikes and rollback
     stopped = False
     while run.progress.step < config.train.steps and not stopped:
         batch = next_batch(run)
@@ -103,7 +100,7 @@ def step(
     """Runs one optimizer step over this rank's micro-batches; a collective call.
 
     All ranks skip the update together if any rank's gradient is not finite, if no target of the
-    batch counts, or if the step is a spike and `train.spikes` says so.
+    batch counts, or if the step is a spike (`train.skip_spikes`).
 
     Args:
         run: the run.
@@ -125,7 +122,7 @@ def step(
 
     run.reducer.reduce()
     # The reduction of the gradient's norm carries other numbers that every rank needs.
-    loss = [meter.loss] if run.spikes else []
+    loss = [] if run.judge.deviations is None else [meter.loss]
     grad_norm, (stops, waiting, *global_loss) = clip_gradients(
         run.parameters,
         run.mesh,
@@ -133,7 +130,7 @@ def step(
         numbers=[run.end_is_requested(), not data_ready(), *loss],
     )
     run.data_is_late = waiting > 0
-    skipped, spike = why_skipped(run, grad_norm, counted_targets, global_loss)
+    skipped, spike = run.judge.why_skipped(grad_norm, counted_targets, global_loss)
     update_weights(run, meter, batch, rate=rate, skipped=skipped)
     return StepResult(
         batch=batch,
@@ -193,4 +190,4 @@ def update_weights(
         tokens=config.train.global_batch * config.data.seq_len,
         updated=skipped is None,
     )
-    count_skipped(run, skipped)
+    run.judge.count(run.progress.step, skipped, is_rank_0=run.process.rank == 0)

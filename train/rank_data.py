@@ -38,15 +38,6 @@ def open_data(run: Run, position: dict[str, Any] | None) -> Iterator[None]:
         run.loader.close()
 
 
-def reopen_data(run: Run, position: dict[str, Any]) -> None:
-    """Reopens the data at the position after a rollback."""
-    run.loader.close()
-    run.loader = open_loader(run, position)
-    run.first_step = run.progress.step + 1
-    run.data_is_late = True
-    run.restart_clock()
-
-
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     """Opens the data at the run's position, which is a seek on any number of ranks.
 
@@ -63,7 +54,6 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         num_ranks=run.process.world_size,
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
-        skipped_samples=run.skipped_samples,
         continues=None if config.data.override_position else position,
     )
     try:
@@ -80,8 +70,7 @@ def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> No
     if position is not None and config.data.override_position and run.process.rank == 0:
         for difference in loader.differences(position):
             logger.warning("data.override_position: continuing on other data: %s", difference)
-    last = run.skipped_samples.step_at(config.train.steps, config.train.global_batch)
-    loader.check_enough(last.stop)
+    loader.check_enough(config.train.steps * config.train.global_batch)
 
 
 # Batches ----------------------------------------------------------------------------------------

@@ -2,17 +2,14 @@
 
 import os
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..data_pipeline.read.loader import Batch, Loader
-from ..data_pipeline.read.skipped_samples import SkippedSamples
 from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
-from ..distributed.checkpoint.format import CheckpointMeta
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
@@ -32,22 +29,12 @@ from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
+from .metrics.spikes import Spike, StepJudge
 from .metrics.step_metrics import StepClock, StepMeter
 from .micro_batches import depth_facts
 from .optim import optimizer_of
 from .record.heartbeat import Heartbeat, Phase
 from .record.run_folder import end_is_asked
-from .spikes.history import (
-    Rollback,
-    Spike,
-    SpikeDetector,
-    as_values,
-    from_values,
-    read_rollbacks,
-    skipped_by,
-    why_abandoned,
-    write_rollbacks,
-)
 from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
@@ -84,13 +71,11 @@ class Run:
     checkpoints: Checkpointer
     generation: int
     backend: str  # of the experts' products
+    judge: StepJudge
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    skipped_in_a_row: int = 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # at the last load
     was_fetched: bool = False  # it resumed from a second copy
-    spikes: SpikeDetector | None = None  # None: off
-    rollbacks: tuple[Rollback, ...] = ()
     loader: Loader = field(init=False)  # open_data sets it (rank_data.py)
     log: MetricsLog = field(init=False)  # open_log sets it (metrics/run_lines.py)
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
@@ -107,11 +92,6 @@ class Run:
         if self.process.rank != 0:
             return False
         return end_is_asked(self.run_dir) or self.checkpoints.must_stop
-
-    @property
-    def skipped_samples(self) -> SkippedSamples:
-        """Returns the samples that rollbacks exclude."""
-        return skipped_by(self.rollbacks)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -159,7 +139,6 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         keep_last=keep_last,
         generation=generation,
         generation_file=run_dir / "generation",
-        verify=config.checkpoint.verify,
         on_failure=config.checkpoint.on_failure,
         second=SecondCopy(copy_to, run_dir, keep_last=keep_last) if copy_to else None,
     )
@@ -175,7 +154,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         checkpoints=checkpoints,
         generation=generation,
         backend=backend,
-        spikes=SpikeDetector(config.train.spikes) if config.train.spikes.action != "off" else None,
+        judge=StepJudge(config.train.skip_spikes),
     )
 
 
@@ -232,7 +211,7 @@ def check_generation(run_dir: Path) -> int:
 def resume(run: Run) -> dict[str, Any] | None:
     """Restores the newest whole checkpoint of the run folder, if there is one.
 
-    Sets newer damaged checkpoints aside. Skipped samples stay skipped.
+    Sets newer damaged checkpoints aside.
 
     Returns:
         The checkpoint's position in the data; None: the run starts from the beginning.
@@ -240,35 +219,23 @@ def resume(run: Run) -> dict[str, Any] | None:
     Raises:
         CheckpointError: no checkpoint is whole and fits; on all ranks.
     """
-    written = run.checkpoints.on_rank_0(lambda: as_values(read_rollbacks(run.run_dir)))
-    run.rollbacks = from_values(written)
-    found = run.checkpoints.newest_whole(why_not=partial(why_not_from, run))
+    found = run.checkpoints.newest_whole()
     if found is None:
         return None
-    meta = load_state(run, found)
-    known = from_values(meta.get("rollbacks", []))
-    if len(known) > len(run.rollbacks):  # the file was lost
-        run.rollbacks = known
-        run.checkpoints.on_rank_0(lambda: write_rollbacks(run.run_dir, known))
+    meta = _load_state(run, found)
     run.set_aside = run.checkpoints.adopt(found)
     run.was_fetched = found.fetched_for is not None
     return meta["data"]
 
 
-def why_not_from(run: Run, meta: CheckpointMeta) -> str:
-    """Returns why the run must not resume from a checkpoint; "" if it may."""
-    return why_abandoned(meta.step, len(meta.meta.get("rollbacks", [])), run.rollbacks)
-
-
-def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
+def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     """Loads a checkpoint into the run, and returns its meta; a collective call."""
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     tensors, shards = state_tensors(run.model, run.optimizer)
     meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
     run.progress = TrainingProgress(**meta["progress"])
     set_updates(run.model, run.optimizer, run.progress.updates)
-    if run.spikes is not None:
-        run.spikes.restore(meta.get("spikes", {}))
+    run.judge.restore(meta.get("spikes", {}))
     return meta
 
 
@@ -278,11 +245,10 @@ def save(run: Run) -> None:
         "progress": run.progress.as_dict(),
         "data": run.loader.position(run.progress.samples),
         "experts": run.expert_placement.as_dict(),
-        "rollbacks": as_values(run.rollbacks),
         "config": run.config.model_dump(mode="json"),
     }
-    if run.spikes is not None:
-        meta["spikes"] = run.spikes.as_dict()
+    if run.judge.deviations is not None:
+        meta["spikes"] = run.judge.as_dict()
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)

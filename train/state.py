@@ -22,7 +22,7 @@ class TrainingProgress:
 
     step: int = 0  # optimizer steps done, skipped ones included
     updates: int = 0  # steps that changed the weights: AdamW's own count
-    samples: int = 0  # rows consumed or skipped (train/spikes/): the position in the data
+    samples: int = 0  # rows consumed: the position in the data
     tokens: int = 0
 
     def after_step(self, *, samples: int, tokens: int, updated: bool) -> "TrainingProgress":

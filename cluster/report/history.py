@@ -116,18 +116,6 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
                 f"{spell_number(line['loss'])} (limit {spell_number(line['loss_limit'])}), gradient norm "
                 f"{spell_number(line['grad_norm'])} (limit {spell_number(line['grad_norm_limit'])})"
             )
-        case "rollback":
-            return (
-                f"rolled back from step {line['step']} to the checkpoint of step "
-                f"{line['to_step']} (rollback {line['number']} of at most {line['most']}): "
-                f"{line['why']}; samples {line['first_sample']} to {line['end_sample'] - 1} are "
-                f"skipped, {len(line['abandoned'])} later checkpoint(s) set aside"
-            )
-        case "rollback_impossible":
-            return (
-                f"{line['why']}, but there is no complete checkpoint of step {line['at_most']} "
-                "or earlier: the run continues without the updates of spikes"
-            )
     return None
 
 

@@ -95,9 +95,6 @@ _KINDS = {
     "checkpoint_set_aside": "step!whole resumed_from_step!whole path!text why!text",
     "spike": "step!whole in_a_row!whole "
     "loss!measured grad_norm!measured loss_limit!measured grad_norm_limit!measured",
-    "rollback": "step!whole to_step!whole first_sample!whole end_sample!whole number!whole most!whole "
-    "why!text abandoned!texts",
-    "rollback_impossible": "why!text at_most!whole",
     "data_wait": "seconds!number reason?text",
     "preparation": "stage!text time!time done:whole total:whole tokens:whole segments:whole "
     "tokens_per_s?number eta_s?number news:text error:text sources:sources",
@@ -149,7 +146,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "time": _is_time,
     # JSON lacks the numbers that are not finite: they are text
     "measured": lambda value: _is_number(value) or value in ("nan", "inf", "-inf"),
-    "texts": _list_of(_is_text),
     "wholes": _list_of(_is_whole),
     "numbers": _list_of(_is_number),
     "loads": _list_of(_list_of(_is_number)),

@@ -6,7 +6,6 @@ step 9,500". docs/watch.md lists the keys of the JSON object.
 Cost: another read of the journal, the end of metrics.jsonl, and one listing of the checkpoint folder.
 """
 
-import json
 import math
 import os
 import re
@@ -69,7 +68,6 @@ class RunReport:
     tokens_per_s: float | None
     last_checkpoint: int | None
     recoveries: tuple[Recovery, ...]
-    rollbacks: int = 0  # past loss spikes
     commit: str | None = None  # of the submitted code
 
     @property
@@ -85,10 +83,6 @@ class RunReport:
         if self.status.state in _TOLD_WITH_REASON:
             parts.append(_shortened(self.status.reason, 3 * MAX_CAUSE))
         parts.append(self._recoveries_in_words())
-        if self.rollbacks:
-            parts.append(
-                f"{self.rollbacks} rollback{'s' if self.rollbacks > 1 else ''} past spikes"
-            )
         if self.last_checkpoint is None:
             parts.append("no checkpoint")
         else:
@@ -137,7 +131,6 @@ class RunReport:
             "elapsed_s": round(self.elapsed_s, 3),
             "heartbeat_age_s": status.heartbeat_age_s,
             "recoveries": [asdict(recovery) for recovery in self.recoveries],
-            "rollbacks": self.rollbacks,
             "root_cause": None if status.root_cause is None else as_details(status.root_cause),
             "exit_code": status.exit_code,
         }
@@ -160,7 +153,6 @@ def read_report(run_dir: Path) -> RunReport:
         tokens_per_s=None if rate is None else float(rate),
         last_checkpoint=last_checkpoint(run_dir),
         recoveries=tuple(recoveries(entries)),
-        rollbacks=num_rollbacks(run_dir),
         commit=entries[0].details.get("commit"),
     )
 
@@ -173,15 +165,6 @@ def last_checkpoint(run_dir: Path) -> int | None:
         return None
     steps = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
     return max(steps, default=None)
-
-
-def num_rollbacks(run_dir: Path) -> int:
-    """Counts the rollbacks in a run's rollbacks.json; 0 if it cannot be read."""
-    try:
-        found = json.loads((run_dir / "rollbacks.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return 0
-    return len(found) if isinstance(found, list) else 0
 
 
 def recoveries(entries: Sequence[JournalEntry]) -> list[Recovery]:

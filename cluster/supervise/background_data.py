@@ -29,7 +29,6 @@ from ...data_pipeline.manifest import (
     read_manifest,
 )
 from ...own_parts import FOLDER
-from ...train.config.start_when import StartWhen
 from ..job import Launch
 from ..nodes import processes
 from ..report.data_progress import EXIT_FAILED, FAILED, last_record
@@ -60,7 +59,7 @@ class BackgroundData:
         self._run_dir = Path(launch.run_dir)
         config = json.loads((self._run_dir / "config.json").read_bytes())
         self.directory = Path(config["data"]["directory"])
-        self.start_when = StartWhen.model_validate(config["train"]["start_when"])
+        self.start_when: int = config["train"]["start_when"]
         self.failure = ""
         """Why preparation has failed permanently; "": it has not."""
         self.must_end_ranks = False
@@ -84,7 +83,7 @@ class BackgroundData:
         """Returns whether enough data is sealed for the ranks to begin."""
         if not self._has_enough:
             manifest = self._read_manifest()
-            self._has_enough = manifest is not None and self.start_when.is_met(manifest)
+            self._has_enough = manifest is not None and is_enough(manifest, self.start_when)
         return self._has_enough
 
     def look_after(self) -> str:
@@ -172,6 +171,15 @@ class BackgroundData:
         elif is_prepared(self.directory):
             self._manifest = read_manifest(self.directory)
         return self._manifest
+
+
+def is_enough(manifest: DatasetManifest, tokens: int) -> bool:
+    """Returns whether ranks may start on the sealed data: `tokens` of it, and some of every source."""
+    if manifest.complete:
+        return True
+    if not all(manifest.segments(source.name) for source in manifest.sources):
+        return False  # validation reads each source's first segment
+    return manifest.num_tokens("train") >= tokens
 
 
 def prepares_beside(config: "Config") -> bool:

@@ -312,8 +312,8 @@ class JobSupervisor:
             if self.data.failure:
                 raise DataGivenUp(self.data.failure)
             if not told:
-                asked = self.data.start_when
-                self.log(State.PREPARING, f"the ranks start when {asked} are sealed")
+                tokens = f"{self.data.start_when:,} training tokens"
+                self.log(State.PREPARING, f"the ranks start when {tokens} are sealed")
             told = True
             self.beat()
             if stop_requested(self.run_dir):

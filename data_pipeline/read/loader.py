@@ -28,7 +28,6 @@ from .corruption import BatchFetcher, SkipList, open_fetcher
 from .order import RowRefs
 from .rows import SplitReader, too_short
 from .samples import OrderedSamples
-from .skipped_samples import NOTHING, SkippedSamples
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class Loader:
         prefetch: batches to read ahead.
         skip_folder: records which damaged rows were replaced (`corruption`).
         poll_s: how often to look for new segments in a growing folder.
-        skipped_samples: samples that no step takes.
         continues: a checkpoint's position to continue from. If a growing folder has not yet sealed
             the segments read before, the first batch waits for them.
 
@@ -100,7 +98,6 @@ class Loader:
         prefetch: int = 4,
         skip_folder: Path | None = None,
         poll_s: float = 1.0,
-        skipped_samples: SkippedSamples = NOTHING,
         continues: Mapping[str, Any] | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
@@ -111,7 +108,6 @@ class Loader:
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
         self._poll_s = poll_s
-        self._skipped_samples = skipped_samples
         self.wait_s = 0.0
         """Seconds that `next()` has waited for data."""
         self._waiting_for = ""
@@ -242,13 +238,11 @@ class Loader:
 
     def _read_ahead(self, first_sample: int) -> None:
         """Reads step after step in the thread until closed; queues any error."""
-        step = self._global_batch
-        first_sample = self._skipped_samples.next_step(first_sample, step)
         try:
             while (refs := self._order_step(first_sample)) is not None:
                 if not self._put(self._read_step(first_sample, refs)):
                     return
-                first_sample = self._skipped_samples.next_step(first_sample + step, step)
+                first_sample += self._global_batch
         except BaseException as error:  # noqa: BLE001 (raised again, in the thread that calls next)
             self._put(error)
 

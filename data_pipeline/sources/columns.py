@@ -17,7 +17,7 @@ from ..atomic import atomic_write
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
-from .records import NOT_UTF8, RecordRules, document_of, shown
+from .records import NOT_UTF8, ORIGIN_FIELD, RecordRules, document_of, shown
 
 _ROWS = 64  # per batch: enough for full speed, few enough for long documents
 
@@ -164,8 +164,7 @@ def _arrow_reader(file: IO[bytes]) -> Any:
 def _columns(url: str, schema: pa.Schema, rules: RecordRules) -> list[str]:
     for name in rules.names:
         _check_column(url, schema, name, rules)
-    source = rules.fields.source_field
-    wanted = [*rules.names, source] if source in schema.names else rules.names
+    wanted = [*rules.names, ORIGIN_FIELD] if ORIGIN_FIELD in schema.names else rules.names
     return list(dict.fromkeys(wanted))
 
 

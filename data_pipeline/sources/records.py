@@ -16,6 +16,9 @@ NOT_UTF8 = "not UTF-8"
 LONE_SURROGATE = "not Unicode (lone surrogates)"
 """The reason for dropping a document with half a character, which JSON can spell and UTF-8 cannot."""
 
+ORIGIN_FIELD = "source"
+"""The field of a record's origin; records without it get the file's name."""
+
 _SHOWN_CHARS = 1000  # of a dropped document
 
 
@@ -64,7 +67,7 @@ def document_of(
     prompt = _text(record, fields.prompt_field, rules, where) if fields.prompt_field else ""
     text = _text(record, fields.answer_field or fields.text_field, rules, where)
     record_id = _record_id(record, fields.id_field, rules, where) if fields.id_field else ""
-    source = record.get(fields.source_field)
+    source = record.get(ORIGIN_FIELD)
     source = source if isinstance(source, str) and source else file_name
     document = Document(text, source, row, prompt=prompt, record_id=record_id)
     return checked(document, rules, where=where)

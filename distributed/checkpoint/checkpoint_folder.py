@@ -6,7 +6,6 @@
     step_00000010.deleted.tmp/                 being deleted
     step_00000050.fetched.tmp/                 fetched from the second place (second_copy.py), not yet adopted
     step_00000040.damaged-20261122-170411/     found damaged by a run that resumed from an earlier one
-    step_00000040.abandoned-20261122-170411/   later than the step to which the run went back after loss spikes
 
 Only rank 0 acts here. It reads only names and the supervisor's fence. Every change is a rename, so a
 partial directory never looks like a checkpoint.
@@ -29,7 +28,7 @@ from .format import CheckpointError, StaleGenerationError, latest, list_checkpoi
 logger = logging.getLogger(__name__)
 
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted|fetched)\.tmp")
-_ASIDE_NAME = re.compile(r"step_\d{8,}\.(?P<why>damaged|abandoned)-\d{8}-\d{6}")
+_ASIDE_NAME = re.compile(r"step_\d{8,}\.damaged-\d{8}-\d{6}")
 
 OnFailure = Literal["go_on", "stop"]
 
@@ -44,9 +43,6 @@ class CheckpointConfig(BaseModel):
 
     keep_last: PositiveInt = 3
     """How many checkpoints are kept."""
-
-    verify: bool = True
-    """Reads a checkpoint back from the disk before an older one is deleted."""
 
     on_failure: OnFailure = "go_on"
     """What happens if a save fails, for example on a full disk: "go_on" continues training until the
@@ -126,25 +122,6 @@ class CheckpointFolder:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return [self._set_one_aside(each, stamp) for each in damaged]
 
-    def abandon_after(self, step: int) -> list[str]:
-        """Renames the checkpoints of later steps, because the run has gone back to this one.
-
-        The newest is renamed first, so that an interrupted run resumes from a valid one.
-
-        Returns:
-            The new names.
-
-        Raises:
-            OSError: one cannot be renamed.
-        """
-        self.refuse_if_stale()
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        later = [found.path for found in list_checkpoints(self.path) if found.step > step]
-        return [
-            path.rename(path.with_name(f"{path.name}.abandoned-{stamp}")).name
-            for path in reversed(later)
-        ]
-
     def _set_one_aside(self, damaged: DamagedCheckpoint, stamp: str) -> DamagedCheckpoint:
         aside = damaged.path.with_name(f"{damaged.path.name}.damaged-{stamp}")
         try:
@@ -203,15 +180,11 @@ class CheckpointFolder:
                 discard(path)
 
 
-def list_set_aside(directory: Path) -> list[tuple[Path, str]]:
-    """Lists the checkpoints that runs have set aside, each with the reason: damaged or abandoned."""
+def list_set_aside(directory: Path) -> list[Path]:
+    """Lists the damaged checkpoints that runs have set aside."""
     if not directory.is_dir():
         return []
-    return [
-        (path, match["why"])
-        for path in sorted(directory.iterdir())
-        if (match := _ASIDE_NAME.fullmatch(path.name))
-    ]
+    return [path for path in sorted(directory.iterdir()) if _ASIDE_NAME.fullmatch(path.name)]
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -53,7 +53,7 @@ from .format import (
     without_advice,
 )
 from .loading import dtype_name, misfits, open_share
-from .recovery import WholeCheckpoint, WhyNot, newest_whole
+from .recovery import WholeCheckpoint, newest_whole
 from .second_copy import CopyRecord, SecondCopy
 from .together import causes, gathered, together
 from .writing import drop_cached, encoded, merged, seal, software_versions, write_tensors
@@ -110,7 +110,6 @@ class Checkpointer:
         keep_last: the number of checkpoints to keep.
         generation: this process's generation.
         generation_file: the supervisor's fence; if it exists, only the generation in it commits.
-        verify: read a checkpoint back before committing it.
         on_failure: "stop" raises a failed save at the next one, "go_on" only if none succeeds later.
         second: receives a copy of each checkpoint.
     """
@@ -124,7 +123,6 @@ class Checkpointer:
         keep_last: int,
         generation: int,
         generation_file: Path | None,
-        verify: bool = True,
         on_failure: OnFailure = "stop",
         second: SecondCopy | None = None,
     ) -> None:
@@ -133,7 +131,6 @@ class Checkpointer:
                 f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays"
             )
         self._folder = CheckpointFolder(directory, keep_last, generation, generation_file)
-        self._verify = verify
         self._on_failure: OnFailure = on_failure
         self._second = second
         self._rank = process.rank
@@ -211,18 +208,10 @@ class Checkpointer:
         """Returns whether the next `save` will raise a failed save's error; ranks may differ for a while."""
         return self._failure is not None and self._on_failure == "stop"
 
-    def newest_whole(
-        self, *, at_most: int | None = None, why_not: WhyNot = lambda meta: ""
-    ) -> WholeCheckpoint | None:
+    def newest_whole(self) -> WholeCheckpoint | None:
         """Returns the checkpoint to resume from (recovery.py), after the pending save. Collective."""
         self._join()
-        return newest_whole(
-            self._folder.path, self._group, self._second, at_most=at_most, why_not=why_not
-        )
-
-    def abandon_after(self, step: int) -> list[str]:
-        """Sets aside the checkpoints after a step; returns their new names. Collective."""
-        return self.on_rank_0(lambda: self._folder.abandon_after(step)) or []
+        return newest_whole(self._folder.path, self._group, self._second)
 
     def adopt(self, found: WholeCheckpoint) -> list[DamagedCheckpoint]:
         """Sets damaged checkpoints aside and publishes a fetched one. Collective.
@@ -402,8 +391,6 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: a byte differs from what was written.
         """
-        if not self._verify:
-            return 0.0
         started_s = time.monotonic()
 
         def check() -> None:

@@ -6,14 +6,13 @@ A checkpoint counts as damaged only if two readings agree, because the second as
 another rank. If the newest one is damaged or missing, copies in the second place are tried too:
 newest first, and the folder's own before a copy of the same step. Nothing is renamed before an intact
 one is found. If there is none, all stay in place and one error lists what was tried; a run that has had
-checkpoints never silently restarts from the beginning. The caller may skip intact ones (`WhyNot`),
-such as those of a path that the run has abandoned.
+checkpoints never silently restarts from the beginning.
 
 Cost: the bytes are read once by all ranks together (0.8 GB/s per core), twice for damaged checkpoints.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +34,6 @@ from .together import gathered
 
 logger = logging.getLogger(__name__)
 _READINGS = 2
-WhyNot = Callable[[CheckpointMeta], str]
-"""Returns why a run must not resume from an intact checkpoint, or ""."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,6 @@ def newest_whole(
     directory: Path,
     group: dist.ProcessGroup,
     second: SecondCopy | None = None,
-    *,
-    at_most: int | None = None,
-    why_not: WhyNot = lambda meta: "",
 ) -> WholeCheckpoint | None:
     """Returns the newest intact checkpoint and the damaged newer ones. Collective.
 
@@ -65,33 +59,26 @@ def newest_whole(
         directory: the run's checkpoints.
         group: all ranks, with a timeout that allows for slow disks.
         second: the place of their copies.
-        at_most: ignores later steps.
-        why_not: skips intact checkpoints, which stay in place.
 
     Returns:
-        None if the run has never had a checkpoint, or has no intact one up to `at_most`.
+        None if the run has never had a checkpoint.
 
     Raises:
         CheckpointError: there were checkpoints, but none is intact; or one cannot be read for another
             reason than damage.
     """
     own, aside = _seen_by_rank_0(directory, group)
-    own = [path for path in own if at_most is None or step_of(path.name) <= at_most]
-    search = _Search(group, second, why_not)
+    search = _Search(group, second)
     if own and (found := search.try_own(own[0])):
         return found
-    copies = [
-        step
-        for step in _copies(second, group, must_answer=not own)
-        if at_most is None or step <= at_most
-    ]
+    copies = _copies(second, group, must_answer=not own)
     candidates = [(path, search.try_own) for path in own[1:]]
     candidates += [(directory / step_name(step), search.try_copy) for step in copies]
     # newest first; for the same step, the folder's own before its copy
     for path, attempt in sorted(candidates, key=lambda each: -step_of(each[0].name)):
         if found := attempt(path):
             return found
-    if at_most is None and (search.tried or aside):
+    if search.tried or aside:
         raise CheckpointError(_nothing_left(directory, search.tried, aside))
     return None
 
@@ -106,7 +93,7 @@ def _seen_by_rank_0(directory: Path, group: dist.ProcessGroup) -> tuple[list[Pat
         if group.rank() != 0:
             return [], []
         found = [str(each.path) for each in reversed(list_checkpoints(directory))]
-        aside = [f"{path.name} was set aside as {why}" for path, why in list_set_aside(directory)]
+        aside = [f"{path.name} was set aside as damaged" for path in list_set_aside(directory)]
         return found, aside
 
     found, aside = gathered(group, look)[0]
@@ -135,22 +122,17 @@ def _copies(second: SecondCopy | None, group: dist.ProcessGroup, *, must_answer:
 class _Search:
     """The damaged checkpoints found so far, and descriptions of everything tried."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, second: SecondCopy | None, why_not: WhyNot
-    ) -> None:
-        self._group, self._second, self._why_not = group, second, why_not
+    def __init__(self, group: dist.ProcessGroup, second: SecondCopy | None) -> None:
+        self._group, self._second = group, second
         self._damaged: list[DamagedCheckpoint] = []
         self.tried: list[str] = []
 
     def try_own(self, path: Path) -> WholeCheckpoint | None:
         """Returns a checkpoint of the run folder if it is intact, else records what is wrong."""
         meta, why = _checked(path, self._group)
-        if meta is None:
-            self._damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
-        elif reason := self._why_not(meta):
-            why = f"{path.name} {reason}"
-        else:
+        if meta is not None:
             return WholeCheckpoint(path, meta, tuple(self._damaged))
+        self._damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
         self.tried.append(why)
         return None
 
@@ -171,8 +153,6 @@ class _Search:
         if not why:
             meta, why = _checked(fetched, self._group)
         if meta is not None:
-            why = self._why_not(meta)
-        if meta is not None and not why:
             return WholeCheckpoint(fetched, meta, tuple(self._damaged), fetched_for=path)
         self.tried.append(f"the copy in {second.url}: {why}")
         return None

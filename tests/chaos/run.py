@@ -118,7 +118,7 @@ def _disturbed(
 ) -> tuple[list[Injected], dict[str, Any]]:
     """Runs the job under fire until it ends."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
-    overrides += ["train.start_when.segments=1"]
+    overrides += ["train.start_when=1"]
     config = configure(overrides)
     cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE)
     run_dir = folder / "disturbed"

@@ -143,7 +143,7 @@ def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
 
 def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder, afterwards):
     run_dir = folder / "submitted"
-    changes = [*overrides(folder, "growing"), "train.start_when.segments=1", "job.num_nodes=2"]
+    changes = [*overrides(folder, "growing"), "train.start_when=1", "job.num_nodes=2"]
     program = start(folder, "submit", "smoke", *changes, "--run-dir", str(run_dir), slow_s=0.06)
     try:
         awaits(run_dir, program, "STARTING: starting 2 rank(s)")
@@ -179,7 +179,7 @@ def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(fol
     last = folder / "texts" / "0002.jsonl"
     whole = last.read_bytes()
     last.write_bytes(whole.replace(b"expert", b"exp\xffrt"))
-    changes = [*overrides(folder, "mended"), "train.start_when.tokens=2k", "job.num_nodes=1"]
+    changes = [*overrides(folder, "mended"), "train.start_when=2000", "job.num_nodes=1"]
     command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
     try:
         program = start(folder, *command, slow_s=0.01)
@@ -204,7 +204,7 @@ def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(fol
 
 def test_what_prepares_dies_with_the_command(folder):
     run_dir = folder / "killed"
-    changes = [*overrides(folder, "left"), "train.start_when.segments=9", "job.num_nodes=1"]
+    changes = [*overrides(folder, "left"), "train.start_when=1_000_000_000", "job.num_nodes=1"]
     command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
     program = start(folder, *command, slow_s=5.0)
     try:

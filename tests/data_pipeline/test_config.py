@@ -27,7 +27,6 @@ def _two_sources(**changes: Any) -> dict[str, Any]:
         ({"validation_input": ("v.txt",)}, False),
         ({"validation_fraction": 0.02}, False),
         ({"text_field": "content"}, False),
-        ({"source_field": "origin"}, False),
         ({"tokenizer": "bytes"}, False),
         ({"tokenizer": "./mine"}, False),
         ({"vocab_size": 4000}, False),

@@ -18,10 +18,7 @@ from world import run_ranks
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read.token_store import TokenBatch, TokenStore
 from moebius.train import rank_data
-from moebius.train.config.run_config import (
-    Config,
-    ConfigError,
-)
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.record.run_folder import open_run
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,9 @@ from moebius.train import evaluate as evaluation
 from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import step
 from moebius.train.loss import micro_batch_loss
+from moebius.train.metrics.spikes import StepJudge
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
 from moebius.train.run import Run
-from moebius.train.spikes.reaction import count_skipped, why_skipped
-from moebius.train.state import TrainingProgress
 
 SEQUENCES, POSITIONS = 8, 24
 
@@ -222,7 +220,7 @@ def steps_without_targets(
     said: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("moebius.train.spikes.reaction").addHandler(listener)
+    logging.getLogger("moebius.train.metrics.spikes").addHandler(listener)
     with assembled(config, run_dir) as run:
         updates, finite = [], []
         for mask in masks:
@@ -248,19 +246,18 @@ def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Pa
 
 
 def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
-    run: Any = Run.__new__(Run)
-    run.spikes = None
-    why, _ = why_skipped(run, 1.0, 0, [])
-    assert why_skipped(run, 1.0, 3, []) == why_skipped(run, 1.0, None, []) == (None, None)
-    not_finite = why_skipped(run, float("nan"), 0, [])
-    assert not_finite == why_skipped(run, float("inf"), None, []) != (why, None)
-    run.skipped_in_a_row, run.progress = 99, TrainingProgress(step=100)
-    run.process = SimpleNamespace(rank=1)
+    judge = StepJudge(None)
+    why, _ = judge.why_skipped(1.0, 0, [])
+    assert judge.why_skipped(1.0, 3, []) == judge.why_skipped(1.0, None, []) == (None, None)
+    not_finite = judge.why_skipped(float("nan"), 0, [])
+    assert not_finite == judge.why_skipped(float("inf"), None, []) != (why, None)
+    for number in range(1, 100):
+        judge.count(number, why, is_rank_0=False)
     with pytest.raises(
         ValueError,
         match=r"100 steps in a row up to step 100 were skipped.*check the data's loss mask",
     ):
-        count_skipped(run, why)
+        judge.count(100, why, is_rank_0=False)
 
 
 def test_without_a_mask_no_rank_is_asked() -> None:

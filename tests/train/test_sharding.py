@@ -28,9 +28,7 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
-from moebius.train.config.run_config import (
-    Config,
-)
+from moebius.train.config.run_config import Config
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step
 from moebius.train.rank_data import open_loader

@@ -12,9 +12,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routing import Mixture
-from moebius.train.config.run_config import (
-    Config,
-)
+from moebius.train.config.run_config import Config
 from moebius.train.loop import step
 from moebius.train.rank_data import open_loader
 

@@ -87,11 +87,6 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_spikes(self) -> Self:
-        self.train.spikes.check_checkpoints(self.checkpoint)
-        return self
-
-    @model_validator(mode="after")
     def _check_length(self) -> Self:
         experts = self.model.experts
         if experts is not None:

@@ -12,70 +12,11 @@ from pydantic import (
 )
 
 from ...data_pipeline.data_config import OneOrMore
-from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...model.config.model_config import Precision
 from ...model.execution.depth_losses import DEPTH_LOSS
 from ...model.execution.recompute import Recompute
-from .start_when import StartWhen
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class SpikeConfig(BaseModel):
-    """Configures which steps count as spikes, and how a run reacts (docs/train.md)."""
-
-    model_config = _SECTION
-
-    action: Literal["off", "skip", "rollback"] = "off"
-    """The reaction to spikes: "skip" skips the update; "rollback" also returns to an earlier
-    checkpoint after several spikes, and skips the samples since then.
-    """
-
-    window: int = Field(default=128, ge=4)
-    """Number of good steps that a step is compared with; judging needs half of them."""
-
-    warmup_steps: NonNegativeInt = 100
-    """First steps of a run, which are never judged."""
-
-    loss_deviations: float = Field(default=8.0, gt=0)
-    """A spike's loss exceeds the window's median by more than this many robust deviations."""
-
-    grad_norm_deviations: float = Field(default=16.0, gt=0)
-    """The same limit for the gradient norm."""
-
-    rollback_after: PositiveInt = 3
-    """Number of spikes within `rollback_within` steps that causes a rollback."""
-
-    rollback_within: PositiveInt = 20
-    """Number of steps in which spikes count together."""
-
-    rollback_steps: PositiveInt = 100
-    """Minimum number of steps that a rollback goes back before the first spike."""
-
-    def check_checkpoints(self, checkpoint: CheckpointConfig) -> None:
-        """Checks that a run that may roll back keeps an old enough checkpoint.
-
-        Raises:
-            ValueError: no checkpoint would be old enough.
-        """
-        if self.action != "rollback":
-            return
-        if self.rollback_after > self.rollback_within:
-            raise ValueError(
-                f"train.spikes.rollback_after={self.rollback_after} spikes cannot happen within "
-                f"train.spikes.rollback_within={self.rollback_within} steps: lower it"
-            )
-        reach = self.rollback_within + self.rollback_steps - 1
-        kept = (checkpoint.keep_last - 1) * checkpoint.every
-        if kept < reach:
-            raise ValueError(
-                f"train.spikes.action='rollback' needs a checkpoint {reach} steps old "
-                f"(train.spikes.rollback_within={self.rollback_within} + "
-                f"rollback_steps={self.rollback_steps} − 1), but "
-                f"checkpoint.every={checkpoint.every} with "
-                f"checkpoint.keep_last={checkpoint.keep_last} reaches back only {kept}: keep more "
-                "checkpoints, or roll back less far"
-            )
 
 
 class TrainConfig(BaseModel):
@@ -127,9 +68,9 @@ class TrainConfig(BaseModel):
     threads: int = Field(default=1, ge=0, le=4096)
     """CPU threads of one rank; 0: torch's default."""
 
-    start_when: StartWhen | None = Field(default=None, examples=[{"segments": 2}])
-    """Starts the ranks once this much data is sealed, and prepares the rest meanwhile; none:
-    prepares all data first.
+    start_when: PositiveInt | None = Field(default=None, examples=[50_000_000])
+    """Starts the ranks once this many training tokens are sealed, and some of every source; prepares
+    the rest meanwhile. None: prepares all data first.
     """
 
     timeout_s: float = Field(default=600.0, gt=0)
@@ -147,7 +88,10 @@ class TrainConfig(BaseModel):
     )
     """Your own losses on the states of the depth steps, with their weights."""
 
-    spikes: SpikeConfig = SpikeConfig()
+    skip_spikes: float | None = Field(default=None, gt=0, examples=[8.0])
+    """Skips the update of a step whose loss exceeds the median of the last 128 good steps by more
+    than this many robust deviations, or whose gradient norm does by twice as many; none: off.
+    """
 
     @model_validator(mode="after")
     def _check_sinks(self) -> Self:

@@ -67,7 +67,6 @@ METRICS: dict[tuple[str, str], Metric] = {
     ("start", "generation"): Metric("run/generation", ""),
     ("start", "world_size"): Metric("run/ranks", "ranks"),
     ("start", "parameters"): Metric("run/parameters", ""),
-    ("rollback", "number"): Metric("run/rollbacks", ""),
 }
 # Fields that are not measurements.
 _NOT_MEASURED = {
@@ -76,8 +75,6 @@ _NOT_MEASURED = {
     ("spike", "first_sample"),
     ("checkpoint_set_aside", "resumed_from_step"),
     ("start", "resumed_from_step"),
-    *(("rollback", name) for name in ("to_step", "first_sample", "end_sample", "most")),
-    ("rollback_impossible", "at_most"),
 }
 # Reduces the depth steps to one number, the worst.
 _WORST: dict[str, Callable[[Sequence[float]], float]] = {

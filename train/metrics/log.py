@@ -96,16 +96,10 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Queues a line; drops the oldest one when the queue is full.
-
-        A rollback is never dropped, because a sink without it would show the abandoned steps.
-        """
+        """Queues a line; drops the oldest one when the queue is full."""
         with self._changed:
             if len(self._queue) >= self._capacity:
-                kinds = [waiting.kind for waiting in self._queue]
-                del self._queue[
-                    next((at for at, kind in enumerate(kinds) if kind != "rollback"), 0)
-                ]
+                self._queue.popleft()
                 self._count_lost(1)
             self._queue.append(record)
             self._changed.notify()

@@ -3,9 +3,8 @@
 Server addresses and keys come only from the environment: WANDB_API_KEY, MLFLOW_TRACKING_URI, …
 
 An append-only service must not receive a step twice. Steps repeated after a restart have the same
-numbers, so `SentLines` records in the run folder what was sent and skips it. After a rollback
-(docs/train.md) the numbers differ, and the service shows the abandoned steps until the run has
-passed them. TensorBoard hides steps instead.
+numbers, so `SentLines` records in the run folder what was sent and skips it. TensorBoard hides
+steps instead.
 """
 
 import importlib
@@ -80,9 +79,6 @@ class TensorBoard:
     def write(self, records: Sequence[Record]) -> None:
         """Writes numbers as curves, and events as text."""
         for record in records:
-            if record.kind == "rollback":
-                self._writer.close()
-                self._writer = self._open(record.values["to_step"] + 1)
             for curve, value in self._facts.points(record):
                 self._writer.add_scalar(curve, value, record.step, record.time_s)
             if event := event_of(record):
@@ -390,8 +386,6 @@ def event_of(record: Record) -> str:
             )
         case "start":
             return f"started with {values.get('world_size')} ranks"
-        case "rollback":
-            return f"went back to step {values.get('to_step')}: {values.get('why')}"
         case "checkpoint" | "checkpoint_copy" if values.get("error"):
             return f"{record.kind.replace('_', ' ')} failed: {values['error']}"
         case "checkpoint_set_aside":

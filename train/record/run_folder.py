@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
 config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
-rollbacks.json · sinks/ · skipped/ · tensorboard/ · wandb/ · result.json · summary.png
+sinks/ · skipped/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
 import errno
@@ -33,7 +33,7 @@ _KEYS_THAT_MAY_CHANGE = {
     "train.start_when",
     "train.recompute",
     "train.timeout_s",
-    "train.spikes",
+    "train.skip_spikes",
     "train.sinks",
 }
 

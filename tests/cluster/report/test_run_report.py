@@ -59,10 +59,6 @@ def test_a_night_in_one_line(tmp_path):
         "SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; "
         "last checkpoint step 9,500"
     )
-    (tmp_path / "rollbacks.json").write_text("[{}, {}]")
-    assert "node 1 lost; 2 rollbacks past spikes; last" in read_report(tmp_path).story()
-    (tmp_path / "rollbacks.json").write_text("damaged")
-    assert read_report(tmp_path).record()["rollbacks"] == 0
 
 
 def test_the_keys_of_the_json_object_are_those_that_are_documented(tmp_path):

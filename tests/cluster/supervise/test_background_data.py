@@ -16,11 +16,11 @@ from moebius.cluster.report.data_progress import EXIT_FAILED, ProgressLog
 from moebius.cluster.report.live import View, render
 from moebius.cluster.stop import request_stop
 from moebius.cluster.supervise import background_data, generation, job_supervisor
-from moebius.cluster.supervise.background_data import BackgroundData, workers_beside
+from moebius.cluster.supervise.background_data import BackgroundData, is_enough, workers_beside
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.make.units import PrepareProgress, SourceProgress
-from moebius.data_pipeline.manifest import give_up, given_up
+from moebius.data_pipeline.manifest import give_up, given_up, read_manifest
 from tests.cluster.pretended import OK, Act, PretendedNode, ends, failed, finishes, makes_steps
 
 USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: segment 1 will not come: why"
@@ -81,12 +81,12 @@ def made(tmp_path) -> MadeFolder:
     return MadeFolder(tmp_path / "data")
 
 
-def launch_of(tmp_path: Path, made: MadeFolder, *, segments: int = 1, **values) -> Launch:
+def launch_of(tmp_path: Path, made: MadeFolder, *, tokens: int = 1, **values) -> Launch:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     config = {
         "data": {"directory": str(made.folder)},
-        "train": {"start_when": {"segments": segments}},
+        "train": {"start_when": tokens},
     }
     (run_dir / "config.json").write_text(json.dumps(config))
     return Launch(str(run_dir), prepares_data=True, backoff_s=0.001, **values)
@@ -131,8 +131,9 @@ class Job:
 
 
 def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path, made):
-    job = Job(launch_of(tmp_path, made, segments=2))
-    job.await_words("PREPARING: the ranks start when 2 segments are sealed")
+    wanted = 1 + sum(len(document.tokens) for document in documents(0, 5))
+    job = Job(launch_of(tmp_path, made, tokens=wanted))
+    job.await_words(f"PREPARING: the ranks start when {wanted} training tokens are sealed")
     seal(made)
     time.sleep(0.05)
     assert not job.nodes.assignments
@@ -145,6 +146,18 @@ def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path
     assert job.end().state is State.SUCCEEDED
     assert len(job.preparation.children) == 1
     assert read_status(job.run_dir).restarts == 0
+
+
+def test_ranks_begin_with_a_segment_of_every_source(tmp_path):
+    made = MadeFolder(tmp_path, ("a", "b"))
+    made.seal("a", documents(0, 20))
+    tokens = len(made.stream("a", 0))
+    assert not is_enough(read_manifest(tmp_path), tokens), "nothing of b"
+    made.seal("b", documents(2, 2))
+    assert is_enough(read_manifest(tmp_path), tokens)
+    assert not is_enough(read_manifest(tmp_path), 10**6)
+    made.complete()
+    assert is_enough(read_manifest(tmp_path), 10**6)
 
 
 def test_a_preparation_that_dies_is_started_again_within_the_budget(tmp_path, made):

@@ -218,17 +218,7 @@ TROUBLE = {
     ),
     "the first spike of a row": (SPIKE, "loss 9.25 (limit 3.5), gradient norm inf (limit 2)"),
     "another of the same row": (SPIKE | {"step": 9, "in_a_row": 2}, ""),
-    "a rollback": (
-        {"kind": "rollback", "step": 9, "to_step": 4, "number": 1, "most": 10, "first_sample": 32,
-         "end_sample": 72, "why": "2 spikes", "abandoned": ["step_00000008.abandoned"]},
-        "rolled back from step 9 to the checkpoint of step 4 (rollback 1 of at most 10): 2 spikes; "
-        "samples 32 to 71 are skipped, 1 later checkpoint(s) set aside",
-    ),
-    "no rollback": (
-        {"kind": "rollback_impossible", "step": 9, "why": "2 spikes", "at_most": 1},
-        "no complete checkpoint of step 1 or earlier",
-    ),
-    "half a line": ({"kind": "rollback"}, ""),
+    "half a line": ({"kind": "spike"}, ""),
 }  # fmt: skip
 
 

@@ -193,9 +193,9 @@ def test_a_name_with_brackets_is_a_name_first(tmp_path):
 
 def test_other_fields(tmp_path):
     (tmp_path / "a.jsonl").write_text(
-        '{"content": "c", "from": "web", "text": 3}\n{"content": "d", "from": 7}'
+        '{"content": "c", "source": "web", "text": 3}\n{"content": "d", "source": 7}'
     )
-    texts, sources, _ = _read(tmp_path / "a.jsonl", text_field="content", source_field="from")
+    texts, sources, _ = _read(tmp_path / "a.jsonl", text_field="content")
     assert texts == ["c", "d"]
     assert sources == ["web", "a.jsonl"]
 

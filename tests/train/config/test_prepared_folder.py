@@ -44,7 +44,7 @@ def check_is_of(config: Config, folder: str) -> None:
             {
                 "sources": [
                     {"name": "web", "input": ["texts/a.jsonl"], "licence": "CC0-1.0"},
-                    {"name": "books", "input": ["texts/b.jsonl"], "source_field": "x"},
+                    {"name": "books", "input": ["texts/b.jsonl"], "id_field": "source"},
                 ],
                 "tokenizer": "bytes",
             },

@@ -1,1 +1,0 @@
-"""Loss spikes: skip their updates, and roll back past their data."""
