@@ -4,19 +4,18 @@
     python -m moebius_science.loops p_hop FOLDER …
     python -m moebius_science.loops permutation_words FOLDER …
 
-The same command continues after an interruption. `--report` trains nothing. Both write NAME.md,
-NAME.json and NAME.png into the folder. The exit code is 0 once all runs have finished, 1 if some
-have failed, and 130 after an interruption.
+The same command continues after an interruption. `--report` trains nothing. Both write STUDY.md and
+STUDY.png into FOLDER/STUDY; the tables of `moebius compare` below it have every run's losses. The
+exit code is 0 once all runs have finished, 1 if some have failed, and 130 after an interruption.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
 
 from ..compare.tables import markdown
-from ..files import write_json, write_whole
+from ..files import write_whole
 from . import tasks, text
 
 
@@ -32,12 +31,12 @@ def main() -> int:
     code = 0 if options.report else study.train(console)
     found = study.report()
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [f"## {table.title}\n\n{markdown(table)}" for table in found.tables] + [*found.words]
-    write_whole(folder / f"{options.study}.md", ("\n\n".join(parts) + "\n").encode())
-    write_json(folder / f"{options.study}.json", json.loads(json.dumps(found.values)))
+    parts = [f"## {table.title}\n\n{markdown(table)}" for table in found.tables]
+    words = "\n\n".join([*parts, found.words]).strip() + "\n"
+    write_whole(folder / f"{options.study}.md", words.encode())
     if found.picture:
         write_whole(folder / f"{options.study}.png", found.picture)
-    console.print("\n\n".join(parts), markup=False, highlight=False, soft_wrap=True)
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
     return code
 
 

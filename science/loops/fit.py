@@ -1,9 +1,9 @@
 """Fits L = E + A·(N_once + r^φ·N_rec)^(−α) to validation losses, with a bootstrap interval for φ.
 
-φ says how much a loop adds: 1 as much as layers of its own, 0 nothing (arXiv 2604.21106). For given
-φ and α the law is linear in E and A, so the best fit on a grid of (φ, α) is the point whose power
-correlates most with the losses: no start values, no local minimum. All arms have the same seeds, so
-a least-squares fit to the runs is one to the arms' means.
+An arm has two layers that a token passes once and a core of 4/r layers, applied r times; φ = 1 says
+that a loop is worth as much as layers of its own, φ = 0 that it adds nothing (arXiv 2604.21106).
+For given φ and α the law is linear in E and A, so the best fit on a grid of (φ, α) is the point
+whose power correlates most with the arms' mean losses: no start values, no local minimum.
 
 The bootstrap draws residuals around the arms' means, without what a seed adds to all arms, and
 scales them for the degrees of freedom that the means take. It leaves out the law's own misfit,
@@ -36,34 +36,22 @@ class LoopFit:
     misfit: float  # largest difference of an arm's mean to the law, nats
     noise: float  # standard error of an arm's mean, nats
 
-    def law(self, effective_A: np.ndarray) -> np.ndarray:
-        """Returns the losses of models with these effective numbers of parameters."""
-        return self.floor + self.scale * effective_A**-self.alpha
 
-
-def effective(once: np.ndarray, recurrent: np.ndarray, loops: np.ndarray, phi: float) -> np.ndarray:
-    """Returns N_once + r^φ·N_rec."""
-    return once + loops**phi * recurrent
+def effective(layers_A: Sequence[float], loops_A: Sequence[int], phi: float) -> np.ndarray:
+    """Returns N_once + r^φ·N_rec of arms whose layers have these parameters, (A,)."""
+    loops = np.asarray(loops_A, float)
+    return np.asarray(layers_A) * (2 + 4 * loops ** (phi - 1))
 
 
 def fit(
-    once_A: Sequence[float],
-    recurrent_A: Sequence[float],
+    layers_A: Sequence[float],
     loops_A: Sequence[int],
     losses_AS: np.ndarray,
     *,
     draws: int = 2000,
     seed: int = 0,
 ) -> LoopFit:
-    """Fits the law.
-
-    Args:
-        once_A: parameters that every token passes once, without embeddings.
-        recurrent_A: parameters of the distinct layers that are looped.
-        loops_A: how often.
-        losses_AS: validation losses in nats per token; the same seeds in every arm.
-        draws: of the bootstrap.
-        seed: of its random numbers.
+    """Fits the law to losses, in nats per token, of the same seeds in every arm.
 
     Raises:
         ValueError: there are fewer than five arms or two seeds.
@@ -71,9 +59,8 @@ def fit(
     num_arms, num_seeds = losses_AS.shape
     if num_arms < 5 or num_seeds < 2:
         raise ValueError(f"{num_arms} arms with {num_seeds} seeds: the fit needs 5 with 2 each")
-    once, recurrent, loops = (np.asarray(x, float) for x in (once_A, recurrent_A, loops_A))
     powers_PA = np.concatenate(
-        [effective(once, recurrent, loops, phi) ** -ALPHAS[:, None] for phi in PHIS]
+        [effective(layers_A, loops_A, phi) ** -ALPHAS[:, None] for phi in PHIS]
     )
     centred_PA = powers_PA - powers_PA.mean(1, keepdims=True)
     centred_PA /= np.linalg.norm(centred_PA, axis=1, keepdims=True)
@@ -81,8 +68,7 @@ def fit(
     mean_A = losses_AS.mean(1)
     point = int((centred_PA @ mean_A).argmax())
     phi, alpha = float(PHIS[point // len(ALPHAS)]), float(ALPHAS[point % len(ALPHAS)])
-    scale = float(np.polyfit(powers_PA[point], mean_A, 1)[0])
-    floor = float(mean_A.mean() - scale * powers_PA[point].mean())
+    scale, floor = (float(each) for each in np.polyfit(powers_PA[point], mean_A, 1))
     law_A = floor + scale * powers_PA[point]
 
     residuals_AS = losses_AS - mean_A[:, None] - losses_AS.mean(0) + losses_AS.mean()
@@ -96,8 +82,6 @@ def fit(
         ]
     )
     low, high = np.quantile(phis_D, [0.025, 0.975])
-    return LoopFit(
-        *(phi, alpha, scale, floor, (float(low), float(high)), phis_D),
-        misfit=float(np.abs(mean_A - law_A).max()),
-        noise=float(residuals_AS.std() / math.sqrt(num_seeds)),
-    )
+    misfit, noise = np.abs(mean_A - law_A).max(), residuals_AS.std() / math.sqrt(num_seeds)
+    interval = (float(low), float(high))
+    return LoopFit(phi, alpha, scale, floor, interval, phis_D, float(misfit), float(noise))

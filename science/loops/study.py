@@ -1,9 +1,8 @@
-"""Holds what both studies share: their report, finished runs, training until one is interrupted."""
+"""Holds what both studies share: their report, finished runs, training until an interruption."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -20,8 +19,7 @@ class Report:
     """Holds what a study has found so far."""
 
     tables: tuple[Table, ...]
-    words: tuple[str, ...]
-    values: dict[str, Any]  # every run, for the record
+    words: str
     picture: bytes | None  # PNG
 
 
@@ -38,12 +36,6 @@ def train_all(requests: Iterable[Request], console: Console) -> int:
         if worst == INTERRUPTED:
             break
     return worst
-
-
-def record(run: RunResult, **more: Any) -> dict[str, Any]:
-    """Returns a run's figures as plain values."""
-    shown = {"arm": run.arm, "seed": run.seed, "steps": run.steps, "loss": run.loss}
-    return shown | {"curve": run.curve, "commits": list(run.commits)} | more
 
 
 def ends(interval: tuple[float, float] | None, form: str = "+.3f") -> str:

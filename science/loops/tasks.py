@@ -13,7 +13,7 @@ from ..compare.results import RunResult
 from ..compare.statistics import interval, paired_differences
 from ..compare.tables import Table, short
 from ..compare_command import Request, plan
-from .study import COMPARISONS, Report, ends, finished, record, train_all
+from .study import COMPARISONS, Report, ends, finished, train_all
 
 TASKS = ("p_hop", "permutation_words")
 FILE = COMPARISONS / "loops_p_hop.toml"
@@ -25,7 +25,6 @@ THRESHOLD = 0.2  # validation loss, nats per label
 class Steps:
     """Holds an arm's steps to the threshold by seed, with one rate."""
 
-    arm: str
     rate: float
     by_seed: dict[int, int | None]  # None: not reached
     most: int  # steps of a run, which count for one that does not get there
@@ -34,11 +33,6 @@ class Steps:
     def doublings(self) -> dict[int, float]:
         """Returns log2 of the steps by seed."""
         return {seed: math.log2(steps or self.most) for seed, steps in self.by_seed.items()}
-
-
-def steps_to(run: RunResult, threshold: float = THRESHOLD) -> int | None:
-    """Returns the first evaluated step whose validation loss is at most the threshold."""
-    return next((step for step, loss in run.curve if loss <= threshold), None)
 
 
 @dataclass(frozen=True)
@@ -60,9 +54,8 @@ class TaskStudy:
             name: entry.model_copy(update={"recipe": entry.recipe.replace("p_hop", self.task)})
             for name, entry in file.arms.items()
         }
-        return file.model_copy(
-            update={"arms": arms, "jobs": self.jobs, "name": f"loops_{self.task}"}
-        )
+        values = {"arms": arms, "jobs": self.jobs, "name": f"loops_{self.task}"}
+        return file.model_copy(update=values)
 
     def _plan(self, rate: float, seeds: tuple[int, ...]) -> Request:
         file = self._file().model_copy(update={"seeds": seeds})
@@ -82,47 +75,47 @@ class TaskStudy:
         requests = {rate: self._plan(rate, self._file().seeds) for rate in RATES}
         runs = {rate: finished(request) for rate, request in requests.items()}
         arms = requests[RATES[0]].arms
-        found = {arm.name: _by_rate(arm.name, runs) for arm in arms}
-        best = {name: chosen for name, each in found.items() if (chosen := best_of(each))}
-        rows = []
+        found = {arm.label: steps_by_rate(arm.name, runs) for arm in arms}
+        best = {label: min(each, key=_mean) for label, each in found.items() if each}
+        fixed, rows = best.get(arms[0].label), []
         for arm in arms:
-            if (chosen := best.get(arm.name)) is None:
-                continue
-            reached = [steps for steps in chosen.by_seed.values() if steps]
-            paired: dict[int, float] = {}
-            if arm.name != "fixed" and "fixed" in best:
-                paired = paired_differences(chosen.doublings, best["fixed"].doublings)
-            middle = median(steps or math.inf for steps in chosen.by_seed.values())
-            rows.append(
-                (
-                    *(arm.label, f"{arm.size.parameters.total:,}", short(arm.size.flops.forward)),
-                    *(f"{chosen.rate:g}", f"{len(reached)}/{len(chosen.by_seed)}"),
-                    f"{middle:g}" if middle < math.inf else f"> {chosen.most}",
-                    " ".join(str(steps or f">{chosen.most}") for steps in chosen.by_seed.values()),
-                    f"{fmean(paired.values()):+.2f}" if paired else "",
-                    ends(interval(list(paired.values()), claims=len(arms) - 1), "+.2f"),
-                )
-            )
+            if chosen := best.get(arm.label):
+                row = (arm.label, f"{arm.size.parameters.total:,}", short(arm.size.flops.forward))
+                rows.append((*row, *_row(chosen, fixed if arm is not arms[0] else None)))
         head = ("arm", "parameters", "FLOPs/token", "learning rate", "reached", "median steps")
         head = (*head, "by seed", "log2 ÷ fixed R", "95 %")
         title = f"{self.task}: steps to {THRESHOLD} nats per label"
-        values = {"runs": [record(run, rate=rate) for rate, each in runs.items() for run in each]}
-        labels = {arm.name: arm.label for arm in arms}
-        picture = draw_steps(title, labels, found, best) if best else None
-        return Report((Table(title, head, tuple(rows), (0, 6)),), (), values, picture)
+        picture = draw_steps(title, found) if best else None
+        return Report((Table(title, head, tuple(rows), (0, 6)),), "", picture)
 
 
-def _by_rate(arm: str, runs: dict[float, list[RunResult]]) -> list[Steps]:
+def steps_by_rate(arm: str, runs: dict[float, list[RunResult]]) -> list[Steps]:
     """Returns an arm's steps at every rate, for the seeds that have finished at all of them."""
     by_rate = {rate: {r.seed: r for r in each if r.arm == arm} for rate, each in runs.items()}
     seeds = sorted(set.intersection(*(set(each) for each in by_rate.values())))
     return [
-        Steps(arm, rate, {seed: steps_to(each[seed]) for seed in seeds}, each[seeds[0]].steps)
+        Steps(rate, {seed: _reached(each[seed]) for seed in seeds}, each[seeds[0]].steps)
         for rate, each in by_rate.items()
         if seeds
     ]
 
 
-def best_of(rates: list[Steps]) -> Steps | None:
-    """Returns the rate with the lowest geometric mean of steps over all seeds."""
-    return min(rates, key=lambda steps: fmean(steps.doublings.values()), default=None)
+def _reached(run: RunResult) -> int | None:
+    """Returns the first evaluated step whose validation loss is at most the threshold."""
+    return next((step for step, loss in run.curve if loss <= THRESHOLD), None)
+
+
+def _mean(steps: Steps) -> float:
+    return fmean(steps.doublings.values())
+
+
+def _row(chosen: Steps, fixed: Steps | None) -> tuple[str, ...]:
+    paired = paired_differences(chosen.doublings, fixed.doublings) if fixed else {}
+    by_seed = [f"{steps or f'>{chosen.most}'}" for steps in chosen.by_seed.values()]
+    middle = median(steps or math.inf for steps in chosen.by_seed.values())
+    return (
+        *(f"{chosen.rate:g}", f"{sum(map(bool, chosen.by_seed.values()))}/{len(by_seed)}"),
+        *(f"{middle:g}" if middle < math.inf else f">{chosen.most}", " ".join(by_seed)),
+        *(f"{fmean(paired.values()):+.2f}" if paired else "",),
+        *(ends(interval(list(paired.values()), claims=5), "+.2f"),),
+    )

@@ -13,20 +13,19 @@ from moebius_science.loops.fit import fit
 COMPARISONS = Path(moebius_science.loops.__file__).parents[1] / "comparisons"
 LOOPS = np.array([1, 2, 4] * 3)
 LAYER = np.repeat([12e3, 28e3, 77e3], 3)  # parameters of one layer, three sizes
-ONCE, RECURRENT = 2 * LAYER, 4 / LOOPS * LAYER
 
 
 def made_up(phi: float, noise: float, seed: int) -> np.ndarray:
     """Returns losses of nine arms with five seeds; a seed also shifts all arms together."""
     random = np.random.default_rng(seed)
-    mean_A = 2.0 + 60.0 * (ONCE + LOOPS**phi * RECURRENT) ** -0.35
+    mean_A = 2.0 + 60.0 * (2 * LAYER + LOOPS**phi * 4 / LOOPS * LAYER) ** -0.35
     shift_S = random.normal(0, 0.05, 5)
     return mean_A[:, None] + shift_S + random.normal(0, noise, (9, 5))
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.46, 1.0])
 def test_fit_returns_the_exponent_of_losses_without_noise(phi):
-    found = fit(ONCE, RECURRENT, LOOPS, made_up(phi, 0.0, 0), draws=10)
+    found = fit(LAYER, LOOPS, made_up(phi, 0.0, 0), draws=10)
     assert found.phi == pytest.approx(phi, abs=0.03)
     assert found.alpha == pytest.approx(0.35, rel=0.1)
     assert found.misfit < 1e-3
@@ -34,21 +33,21 @@ def test_fit_returns_the_exponent_of_losses_without_noise(phi):
 
 def test_interval_covers_as_often_as_it_says():
     """A 95 % interval covers fewer than 34 of 40 with a probability of 1 in 300."""
-    fits = [fit(ONCE, RECURRENT, LOOPS, made_up(0.46, 0.01, seed), draws=200) for seed in range(40)]
+    fits = [fit(LAYER, LOOPS, made_up(0.46, 0.01, seed), draws=200) for seed in range(40)]
     assert sum(low <= 0.46 <= high for low, high in (each.interval for each in fits)) >= 34
     widths = [high - low for low, high in (each.interval for each in fits)]
     assert 0.02 < np.median(widths) < 1.0
 
 
 def test_interval_is_wide_where_losses_are_noise():
-    found = fit(ONCE, RECURRENT, LOOPS, made_up(0.46, 0.3, 1), draws=400)
+    found = fit(LAYER, LOOPS, made_up(0.46, 0.3, 1), draws=400)
     low, high = found.interval
     assert high - low > 1.0
 
 
 def test_fit_refuses_too_few_arms():
     with pytest.raises(ValueError, match="3 arms with 5 seeds"):
-        fit(ONCE[:3], RECURRENT[:3], LOOPS[:3], made_up(0.46, 0.01, 0)[:3])
+        fit(LAYER[:3], LOOPS[:3], made_up(0.46, 0.01, 0)[:3])
 
 
 def test_arms_on_tasks_are_as_equal_as_their_labels_say():
