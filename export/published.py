@@ -40,6 +40,7 @@ from ..train.config.run_config import Config, ConfigError
 from ..train.state import TrainingProgress
 from .safetensors import require_safetensors
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOST_NAMED = 8  # keys listed in an error
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")
 _PREFIXES = ("model.", "module.", "_orig_mod.")
@@ -167,10 +168,9 @@ def import_published(
             state,
             step=0,
             num_experts={
-                name: weights[parameter].shape[0]
-                for name in state
-                for parameter in [_parameter_of(name)]
-                if parameter in banks
+                f"{prefix}.{name}": weights[name].shape[0]
+                for prefix in ("model", *(f"optimizer.{moment}" for moment in _MOMENTS))
+                for name in sorted(banks)
             },
             meta=meta,
         )
@@ -186,19 +186,11 @@ def _state(
         f"model.{name}": partial(weights[name].to, dtype) for name in weights
     }
     for name, parameter in model.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in _MOMENTS:
             state[f"optimizer.{moment}.{name}"] = partial(
                 torch.zeros, tuple(parameter.shape), dtype=dtype
             )
     return state
-
-
-def _parameter_of(name: str) -> str:
-    return (
-        name.removeprefix("model.")
-        .split("optimizer.exp_avg_sq.")[-1]
-        .split("optimizer.exp_avg.")[-1]
-    )
 
 
 # Reading -------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ may produce is therefore written with a leading blank; its id stays. (Single-byt
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -46,15 +45,7 @@ SAMPLE = (
 """Texts to compare ids on, in addition to the run's own data."""
 
 
-@dataclass(frozen=True)
-class Converted:
-    """Holds the converted tokenizer and its end of document."""
-
-    library: tokenizers.Tokenizer
-    end_of_document: str
-
-
-def convert(tokenizer: SentencePieceTokenizer, texts: Sequence[str] = ()) -> Converted:
+def convert(tokenizer: SentencePieceTokenizer, texts: Sequence[str] = ()) -> tokenizers.Tokenizer:
     """Returns the tokenizer in the other library, verified on a sample of texts.
 
     Args:
@@ -73,7 +64,7 @@ def convert(tokenizer: SentencePieceTokenizer, texts: Sequence[str] = ()) -> Con
     library.add_special_tokens([end])
     symbols = [f"a{piece.piece}b" for piece in proto.pieces if piece.type == _USER_DEFINED]
     _prove(tokenizer, library, [*SAMPLE, *symbols, *texts])
-    return Converted(library, end)
+    return library
 
 
 def _parsed(model: bytes) -> Any:

@@ -36,8 +36,8 @@ def tokenizer_files(
     """
     end = tokenizer.end_of_document
     if isinstance(tokenizer, SentencePieceTokenizer):
-        converted = convert(tokenizer, texts)
-        text, end = converted.library.to_str(), converted.end_of_document
+        library = convert(tokenizer, texts)
+        text, end = library.to_str(), library.id_to_token(tokenizer.end_of_document_id)
     elif isinstance(tokenizer, BytesTokenizer):
         text = _bytes_json(tokenizer)
     else:

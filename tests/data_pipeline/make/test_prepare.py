@@ -9,7 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,33 +194,19 @@ class Last(SerialPool):
         return number, pickle.loads(pickle.dumps(result))
 
 
-class TwiceAtOnce:
-    """Runs four tasks at once, each in two threads at once."""
+class TwiceAtOnce(SerialPool):
+    """Runs each task in two threads at once."""
 
     capacity = 4
 
-    def __init__(self):
-        self._submitted = 0
-        self._tasks, self._runs = ThreadPoolExecutor(4), ThreadPoolExecutor(8)
-        self._out: dict[Future[Any], int] = {}
-
-    def expect(self, num_tasks):
-        pass
-
     def submit(self, function, item, /):
-        self._submitted += 1
-        self._out[self._tasks.submit(self._run, function, item)] = self._submitted
-        return self._submitted
+        def twice(item):
+            with ThreadPoolExecutor(2) as threads:
+                one, other = threads.map(function, [item, item])
+            assert one == other
+            return one
 
-    def _run(self, function, item):
-        one, other = (self._runs.submit(function, item) for _ in range(2))
-        assert one.result() == other.result()
-        return one.result()
-
-    def wait(self):
-        done, _ = wait(self._out, return_when=FIRST_COMPLETED)
-        future = done.pop()
-        return self._out.pop(future), future.result()
+        return super().submit(twice, item)
 
 
 def _each_twice(function, item):

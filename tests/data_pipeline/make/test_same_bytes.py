@@ -287,28 +287,6 @@ def test_a_second_preparation_of_a_folder_waits_and_gets_what_the_first_has_made
     assert not (tmp_path / "d" / UNFINISHED).exists()
 
 
-def test_a_preparation_that_fails_hands_the_folder_over(undisturbed, tmp_path):
-    expected = undisturbed[True]
-    second_waits = threading.Event()
-
-    def fail(progress: PrepareProgress) -> None:
-        if progress.stage == "tokenising":
-            assert second_waits.wait(30)
-            raise StoppedError
-
-    with ThreadPoolExecutor(1) as thread:
-        began = thread.submit(prepare, expected.config, tmp_path / "d", on_progress=fail)
-        while not (tmp_path / "d" / UNFINISHED / "plan.json").exists():
-            time.sleep(0.005)
-        found = prepare(
-            expected.config, tmp_path / "d", on_progress=lambda progress: second_waits.set()
-        )
-        with pytest.raises(StoppedError):
-            began.result()
-    assert found == expected.manifest
-    assert files_of(tmp_path / "d") == expected.files
-
-
 @pytest.mark.slow
 def test_processes_that_wait_take_over_from_one_that_is_killed(undisturbed, tmp_path):
     expected = undisturbed[False]
