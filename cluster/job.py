@@ -92,7 +92,6 @@ class Launch:
     needs_gpus: int = 0  # of each node; checked before ranks start
     min_nodes: int | None = None  # enough to continue when nodes are lost; None: all
     wait_for_node_s: float = 60.0  # for a replacement, before continuing on fewer nodes
-    give_up_after_s: float | None = None  # without enough nodes; None: never
     reset_restarts_after_steps: int | None = 1000
     max_node_losses: int = 100
     # possible numbers of nodes, with the mesh keys that change; None: any number

@@ -71,7 +71,6 @@ def make_launch(
         needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,
         min_nodes=job.min_nodes,
         wait_for_node_s=job.wait_for_node_s,
-        give_up_after_s=job.give_up_after_s,
         layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
         **_of_any_job(config, run_dir, environment=_forwarded(config)),
     )

@@ -146,9 +146,6 @@ class PrepareConfig(RecordFields):
     vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
     """Vocabulary size for BPE training; the most ids that an existing tokenizer may have."""
 
-    tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)
-    """Size of the text sample for BPE training; 32 MiB take about 20 s."""
-
     batch_tokens: int = Field(default=128 * 1024, ge=1, le=2**24)
     """Tokens per record batch; larger batches do not compress better."""
 
@@ -304,7 +301,7 @@ class PrepareConfig(RecordFields):
             source.model_dump(mode="json", exclude={"licence"}) for source in self.all_sources
         ]
         if self.tokenizer != "bpe":
-            del spec["vocab_size"], spec["tokenizer_sample_bytes"]
+            del spec["vocab_size"]
         if all(source.validation_input for source in self.all_sources):
             del spec["validation_fraction"]
         return spec

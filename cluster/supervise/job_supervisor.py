@@ -172,9 +172,7 @@ class JobSupervisor:
                 return self._watch_on(taken_over)
             self._until(self.journal.catch_up)
             nodes = self.placing.place()
-            self.network.wait(
-                nodes, self._while_placing, give_up_after_s=self.launch.give_up_after_s
-            )
+            self.network.wait(nodes, self._while_placing)
             self.clock.mark("place")
             self._exclude_stuck(nodes)
             self._check(nodes)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...train.config.errors import EXIT_MISTAKE
 from ..nodes.node import Address
-from ..nodes.provider import NodeHandle, NodeLost, NodesUnavailable
+from ..nodes.provider import NodeHandle, NodeLost
 from .generation import Outcome
 
 LOOK_S = 0.2  # between two looks at a failed network
@@ -73,27 +73,18 @@ class NetworkWatch:
         self,
         nodes: Sequence[NodeHandle],
         while_waiting: Callable[[str], None],
-        *,
-        give_up_after_s: float | None,
     ) -> None:
         """Waits until the network of a failed generation works between the next one's nodes.
 
         Args:
             while_waiting: called with the reason; its exceptions end the waiting.
-            give_up_after_s: None: never.
-
-        Raises:
-            NodesUnavailable: the network still fails after this time.
         """
-        started = time.monotonic()
         while self._has_failed:
             words = spell_cuts(find_cuts(nodes), nodes)
             self._has_failed = bool(words)
             if not words:
                 return
             while_waiting(f"{words}; the job waits for the network between them")
-            if give_up_after_s is not None and time.monotonic() - started > give_up_after_s:
-                raise NodesUnavailable(f"{words} for {give_up_after_s:g} s: repair the network")
             time.sleep(LOOK_S)
 
 

@@ -7,7 +7,7 @@ outlives the supervisor; the next submission uses job.num_nodes again.
 * If all nodes are there, it takes them, or waits while other jobs use them.
 * If some are missing, it waits `wait_for_node_s` for a replacement. Then it continues with the largest
   available number that is at least `min_nodes` and fits the run (`Launch.layouts`).
-* With fewer, the job stays PLACING and says what is missing and since when, until `give_up_after_s`. A job
+* With fewer, the job stays PLACING and says what is missing and since when. A job
   that has never run fails after `place_timeout_s` instead, because nodes that never existed are a mistake.
 * `why_resize` says when a running job should change its nodes: it has fewer than it may have, `moebius scale`
   asked for another number, or a node will be taken away. The ranks then pause at a step boundary. If others
@@ -209,10 +209,10 @@ class Placing:
         return self._capacity
 
     def _check_patience(self, policy: _Policy, waited: float) -> None:
-        limit = self._launch.give_up_after_s
-        if not self._has_run and policy.best(self._capacity.could) is None:
-            limit = self._launch.place_timeout_s
-        if limit is not None and waited > limit:
+        if self._has_run or policy.best(self._capacity.could) is not None:
+            return
+        limit = self._launch.place_timeout_s
+        if waited > limit:
             raise NodesUnavailable(
                 f"the job needs {policy.sizes[-1]} node(s) with {self._capacity.what} each, but "
                 f"for {limit:g} s only {self._capacity.could} node(s) of the cluster could hold "
@@ -228,8 +228,6 @@ class Placing:
             fewer = f"continues with {policy.best(could)} after {self._launch.wait_for_node_s:g} s"
         else:
             fewer = f"needs at least {least}"
-            if self._launch.give_up_after_s is not None:
-                fewer += f", gives up after {self._launch.give_up_after_s:g} s"
         return (
             f"{policy.sizes[0] - could} node(s) missing since {since:%Y-%m-%d %H:%M:%S}: the job "
             f"asks for {policy.sizes[0]} with {self._capacity.what} each, the cluster has "

@@ -17,6 +17,7 @@ from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
 from .tasks import Sampled, TrainTask
 from .units import Unit, sample_shares
 
+SAMPLE_BYTES = 32 * 2**20  # of text; training takes about 20 s
 _FIRST_UNITS = 2  # of a source: one of its first two documents may be held out in them
 
 
@@ -33,7 +34,7 @@ class Vocabulary:
         self.shares: dict[int, int] = {}
         """Bytes of text to sample, by unit."""
         if not self.is_ready:
-            self.shares = sample_shares(units, config.tokenizer_sample_bytes)
+            self.shares = sample_shares(units, SAMPLE_BYTES)
         self._left = set(self.shares)
         self._waiting = {
             index

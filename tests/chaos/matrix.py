@@ -94,7 +94,7 @@ MATRIX = (
         """
         tests/cluster/supervise/test_node_loss.py::test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits
         tests/cluster/places/test_standing.py::test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another
-        tests/cluster/supervise/test_placing.py::test_with_too_few_it_waits_for_ever_unless_told_otherwise
+        tests/cluster/supervise/test_placing.py::test_with_too_few_it_waits_for_ever
         """,
     ),
     Fault(

@@ -30,7 +30,6 @@ def _two_sources(**changes: Any) -> dict[str, Any]:
         ({"tokenizer": "bytes"}, False),
         ({"tokenizer": "./mine"}, False),
         ({"vocab_size": 4000}, False),
-        ({"tokenizer_sample_bytes": 1000}, False),
         ({"batch_tokens": 1000}, False),
         ({"split_bytes": 1000}, False),
         ({"segment_tokens": 1000}, False),
@@ -49,7 +48,6 @@ def test_the_spec_hash_covers_what_decides_the_bytes(change: dict[str, Any], sam
 @pytest.mark.parametrize(
     ("values", "change", "same"),
     [
-        ({"tokenizer": "bytes"}, {"tokenizer_sample_bytes": 9}, True),
         ({"validation_input": ("v.txt",)}, {"validation_fraction": 0.5}, True),
         ({"tokenizer": "hf://our/words"}, {"vocab_size": 50257}, True),
         ({"tokenizer": "hf://our/words"}, {"end_of_document": "</s>"}, False),

@@ -9,6 +9,7 @@ from shared import shared_folder
 from token_stream import documents_of
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make import vocabulary
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.tasks import normalised
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -25,8 +26,9 @@ def corpus_file() -> Path:
 
 
 @pytest.mark.needs_shared
-def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
-    config = PrepareConfig(input=(str(corpus_file),), vocab_size=2000, tokenizer_sample_bytes=10**6)
+def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(vocabulary, "SAMPLE_BYTES", 10**6)  # which is faster
+    config = PrepareConfig(input=(str(corpus_file),), vocab_size=2000)
     prepare(config, tmp_path / "d")
     with zstandard.open(corpus_file, "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]

@@ -48,9 +48,6 @@ class JobConfig(BaseModel):
     wait_for_node_s: float = Field(default=60.0, ge=0)
     """How long a job waits for a replacement before it continues with fewer nodes."""
 
-    give_up_after_s: float | None = Field(default=None, gt=0)
-    """How long a job with too few nodes waits before it fails; none: forever."""
-
     max_restarts: NonNegativeInt = 3
     """Restarts after rank failures; 1,000 new steps reset the count."""
 

@@ -26,6 +26,7 @@ from token_stream import documents_of, tokens_of
 
 from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.errors import InputError, PrepareError
+from moebius.data_pipeline.make import vocabulary
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import look_ahead, prepare
 from moebius.data_pipeline.make.units import PrepareProgress
@@ -149,7 +150,7 @@ def test_the_tokenizer_sees_train_text_only(tmp_path):
     assert "xpert" in (tmp_path / "d" / "tokenizer.json").read_text()
 
 
-def test_the_tokenizer_is_trained_on_a_sample_of_the_asked_size(config, tmp_path):
+def test_the_tokenizer_is_trained_on_a_sample(config, tmp_path, monkeypatch):
     sizes = []
 
     def spying(function, item):
@@ -159,7 +160,8 @@ def test_the_tokenizer_is_trained_on_a_sample_of_the_asked_size(config, tmp_path
             sizes.append(sum(len(json.loads(line).encode()) for line in lines))
 
     pool = Meddling(spying)
-    prepare(config.model_copy(update={"tokenizer_sample_bytes": 5000}), tmp_path / "d", pool=pool)
+    monkeypatch.setattr(vocabulary, "SAMPLE_BYTES", 5000)
+    prepare(config, tmp_path / "d", pool=pool)
     assert 5000 <= sizes[0] < 5000 + 3 * 1500  # at most one more document per file
 
 
