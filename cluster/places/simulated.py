@@ -32,6 +32,7 @@ from ..job import JobError
 from ..nodes import processes
 from ..report.tracebacks import read_tail
 from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
+from .ray_session import connected, require_ray
 
 START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty waiting processes
 STOP_TIMEOUT_S = 15.0
@@ -64,8 +65,6 @@ def simulated_cluster(
     Raises:
         JobError: Ray is missing, or the cluster did not start; with Ray's last output.
     """
-    from .ray_session import connected
-
     check_possible(num_nodes)
     devices = [list(numbers) for numbers in gpus or [()] * num_nodes]
     directory = new_directory()
@@ -88,8 +87,6 @@ def check_possible(num_nodes: int) -> None:
 
     Linux provides all loopback addresses, macOS only one.
     """
-    from .ray_session import require_ray
-
     require_ray()
     for address in map(node_address, range(num_nodes)):
         try:

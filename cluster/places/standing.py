@@ -24,6 +24,15 @@ import psutil
 from ..job import JobError, write_atomically
 from ..nodes import processes
 from .host import CONTROL, DIRECTORIES, PREFIX, Plan, processes_of, sweep_directories
+from .ray_session import connected, refuse_unauthenticated
+from .simulated import (
+    await_address,
+    check_possible,
+    new_directory,
+    ray_variables,
+    start_host,
+    write_token,
+)
 
 NOTE = "cluster.json"
 ADDRESS = "simulated"  # for `cluster_at`
@@ -79,9 +88,6 @@ def cluster_at(address: str) -> Iterator[Any]:
 
     `address` may also be "simulated", the cluster of `moebius cluster up`.
     """
-    from .ray_session import connected, refuse_unauthenticated
-    from .simulated import ray_variables
-
     if address != ADDRESS:
         if address != "auto":
             refuse_unauthenticated(address)
@@ -108,8 +114,6 @@ def start_cluster(num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0)
     Raises:
         JobError: a cluster is up, Ray is missing, or the cluster does not start.
     """
-    from .simulated import check_possible, new_directory
-
     check_possible(num_nodes)
     folder = _claim()
     directory = new_directory()
@@ -128,8 +132,6 @@ def start_cluster(num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0)
 
 def _start(plan: Plan) -> StandingCluster:
     """Starts the host of a cluster; returns when the cluster is up."""
-    from .simulated import await_address, ray_variables, start_host, write_token
-
     directory = Path(plan.directory)
     token_file = write_token(directory, secrets.token_hex(32))
     with ray_variables(directory, token_file):
