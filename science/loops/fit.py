@@ -21,6 +21,7 @@ import numpy as np
 PHIS = np.linspace(-1.0, 2.0, 301)
 ALPHAS = np.geomspace(0.05, 2.0, 120)
 _CHUNK = 100  # draws at a time: 30 MB of correlations
+Numbers = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,15 @@ class LoopFit:
     noise: float  # standard error of an arm's mean, nats
 
 
-def effective(layers_A: Sequence[float], loops_A: Sequence[int], phi: float) -> np.ndarray:
+def effective(layers_A: Numbers, loops_A: Numbers, phi: float) -> np.ndarray:
     """Returns N_once + r^φ·N_rec of arms whose layers have these parameters, (A,)."""
     loops = np.asarray(loops_A, float)
     return np.asarray(layers_A) * (2 + 4 * loops ** (phi - 1))
 
 
 def fit(
-    layers_A: Sequence[float],
-    loops_A: Sequence[int],
+    layers_A: Numbers,
+    loops_A: Numbers,
     losses_AS: np.ndarray,
     *,
     draws: int = 2000,
