@@ -1,14 +1,16 @@
-"""One rank's rows and routes of every kind and scene, and a layer's results, for dispatcher tests."""
+"""Expert layers for dispatcher tests: adversarial scenes, one rank's rows and routes of every kind,
+banks with fixed weights, and results of one rank.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch_scenes import EXPERTS, SCENES, WIDTH, bank, choose
-from torch import Tensor
+from torch import Tensor, nn
 
 from moebius.distributed.dispatch.base import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
@@ -16,17 +18,119 @@ from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.dispatch.table import needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
+from moebius.kernels.functional import routed_mlp
 from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import (
     Routes,
     head_to_token_routes,
+    routes_by_rule,
     slot_routes,
     token_routes,
     token_to_head_routes,
 )
 
+WIDTH, HIDDEN, EXPERTS, TOP_K = 24, 20, 8, 3
 HEADS = 2
 PER_NODE = 2  # pretended: ranks 0 and 1 on one node, 2 and 3 on the next
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How many tokens every rank has, and how they choose."""
+
+    tokens: tuple[int, ...]
+    choice: str = "random"
+
+
+SCENES = {
+    "even": Scene((16, 16, 16, 16)),
+    "uneven": Scene((5, 31, 1, 12)),
+    "a rank without tokens": Scene((9, 0, 7, 3)),
+    "only one rank has tokens": Scene((0, 0, 13, 0)),
+    "one token in all": Scene((0, 1, 0, 0)),
+    "no token at all": Scene((0, 0, 0, 0)),
+    "all to one expert": Scene((6, 9, 4, 8), choice="first"),
+    "all to the last rank": Scene((6, 9, 4, 8), choice="last rank"),
+    "nothing for rank 0": Scene((6, 9, 4, 8), choice="not rank 0"),
+}
+
+
+def choose(scene: Scene, tokens: int, generator: torch.Generator) -> Tensor:
+    """(tokens, TOP_K) experts; choices by rank are those of four ranks."""
+    if scene.choice == "first":
+        return torch.zeros(tokens, TOP_K, dtype=torch.int64)
+    scores = torch.rand(tokens, EXPERTS, generator=generator)
+    if scene.choice == "last rank":
+        scores[:, : EXPERTS - 2] = -1
+        return scores.argsort(-1, descending=True)[:, :2].repeat(1, 2)[:, :TOP_K]
+    if scene.choice == "not rank 0":
+        scores[:, :2] = -1
+    return scores.argsort(-1, descending=True)[:, :TOP_K]
+
+
+class Bank(nn.Module):
+    """Perceptrons with the fixed weights of experts `first` and following."""
+
+    w_up: Tensor
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
+
+    def __init__(
+        self, dtype: torch.dtype, first: int, count: int, *, activation: str, bias: bool
+    ) -> None:
+        super().__init__()
+        self.dtype, self.activation = dtype, activation
+        columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
+        generator = torch.Generator().manual_seed(12)
+        shapes = {
+            "w_up": (WIDTH, columns),
+            "w_down": (HIDDEN, WIDTH),
+            "b_up": (columns,),
+            "b_down": (WIDTH,),
+        }
+        for name, shape in shapes.items():
+            full = torch.randn(EXPERTS, *shape, generator=generator).to(dtype)
+            wanted = bias or name.startswith("w")
+            self.register_parameter(
+                name, nn.Parameter(full[first : first + count].clone()) if wanted else None
+            )
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        return routed_mlp(
+            x,
+            self.w_up,
+            self.w_down,
+            routes,
+            activation=self.activation,
+            b_up_EF=self.b_up,
+            b_down_EO=self.b_down,
+            backend="segments",
+        )
+
+
+def bank_layer(
+    dtype: torch.dtype, first: int = 0, count: int = EXPERTS, *, activation="relu", bias=False
+) -> SparseLayer:
+    """A layer of experts `first` and following, on one rank."""
+    return SparseLayer(Bank(dtype, first, count, activation=activation, bias=bias))  # pyright: ignore[reportArgumentType]
+
+
+def run_pass(
+    dispatcher: Dispatcher,
+    x: Tensor,
+    routes: Routes,
+    experts: Callable[[Tensor, Routes], Tensor],
+) -> Tensor:
+    """Dispatches, lets experts compute, and combines, as a sparse layer does."""
+    dispatched = dispatcher.dispatch(x, routes)
+    return dispatched.combine(experts(dispatched.x_UD, dispatched.routes))
+
+
+def echo(x: Tensor, routes: Routes) -> Tensor:
+    """Experts that answer the row that they are asked about."""
+    gated = x[routes.source_N] * routes.weight_N[:, None]
+    return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
 
 
 @dataclass(frozen=True)
@@ -95,10 +199,39 @@ def shuffled(routes: Routes, generator: torch.Generator) -> Routes:
 KINDS = ("token", "token to head", "head to token", "dropped", "irregular", "expert choice")
 
 
-def scene_case(name: str, kind: str, rank: int, dtype: torch.dtype = torch.float32) -> Case:
-    scene = SCENES[name]
+def scene_case(
+    scene: str | Scene, kind: str, rank: int, dtype: torch.dtype = torch.float32
+) -> Case:
+    scene = SCENES[scene] if isinstance(scene, str) else scene
     generator = torch.Generator().manual_seed(11 + rank)
-    return case(kind, choose(scene, scene.tokens[rank], 4, generator), 100 + rank, dtype)
+    return case(kind, choose(scene, scene.tokens[rank], generator), 100 + rank, dtype)
+
+
+def joined(cases: Sequence[Case]) -> Case:
+    """All ranks' rows and routes as those of one rank, in the order of the ranks."""
+    routes = [given.routes for given in cases]
+    rules = routes[0].per_source, routes[0].per_target
+    expert_N, weight_N = (
+        torch.cat([getattr(own, name) for own in routes]) for name in ("expert_N", "weight_N")
+    )
+    sizes = {
+        "num_experts": routes[0].num_experts,
+        "num_targets": sum(own.num_targets for own in routes),
+    }
+    if all(rules):
+        whole = routes_by_rule(
+            expert_N, weight_N, **sizes, per_source=rules[0], per_target=rules[1]
+        )
+    else:
+        first_source = accumulate((len(given.x) for given in cases), initial=0)
+        first_target = accumulate((own.num_targets for own in routes), initial=0)
+        source_N, target_N = (
+            torch.cat([getattr(own, name) + n for own, n in zip(routes, first, strict=False)])
+            for name, first in (("source_N", first_source), ("target_N", first_target))
+        )
+        whole = Routes(source_N, expert_N, weight_N, target_N, **sizes, per_source=0, per_target=0)
+    x, grad = (torch.cat([getattr(given, name) for given in cases]) for name in ("x", "grad"))
+    return Case(x, whole, grad)
 
 
 def run_layer(layer: SparseLayer, given: Case) -> dict[str, Tensor]:
@@ -114,7 +247,7 @@ def run_layer(layer: SparseLayer, given: Case) -> dict[str, Tensor]:
 
 def local_results(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
     """Of every rank's case on one rank; the experts' gradients summed over them, the same for all."""
-    results = [run_layer(SparseLayer(bank(dtype)), given) for given in cases]  # pyright: ignore[reportArgumentType]
+    results = [run_layer(bank_layer(dtype), given) for given in cases]
     for name in ("w_up", "w_down"):
         total = torch.stack([result[name] for result in results]).sum(0)
         for result in results:
@@ -160,7 +293,7 @@ def own_layer(
     process: Process, dispatcher: Dispatcher, dtype: torch.dtype = torch.float32
 ) -> SparseLayer:
     share = EXPERTS // process.world_size
-    layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
+    layer = bank_layer(dtype, process.rank * share, share)
     layer.dispatcher = dispatcher
     return layer
 
@@ -168,11 +301,11 @@ def own_layer(
 def placed_layer(expert_map: ExpertMap, rank: int) -> SparseLayer:
     """A rank's slots of the bank, by the table."""
     experts = [expert_map.expert_S[slot] for slot in expert_map.own_slots(rank)]
-    whole, own = bank(torch.float32), bank(torch.float32, 0, len(experts))
+    whole, own = bank_layer(torch.float32), bank_layer(torch.float32, 0, len(experts))
     with torch.no_grad():
         for parameter, full in zip(own.parameters(), whole.parameters(), strict=True):
             parameter.copy_(full[experts])
-    return SparseLayer(own)  # pyright: ignore[reportArgumentType]
+    return own
 
 
 def worst(result: dict[str, Tensor], expected: dict[str, Tensor], rank: int, size: int) -> float:

@@ -1,18 +1,40 @@
 """Every architecture of the family, small enough to test all of them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
+from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
+from moebius.train.loss import micro_batch_loss
 from moebius.train.recipes.family import FAMILY
 
 NAMES = tuple(FAMILY)
 VOCABULARY = 61
 NOTHING: Mapping[str, Any] = {}
+
+
+def some_tokens(*shape: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
+    """Draws tokens, the same for the same seed."""
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients_of(
+    model: Transformer, dtype: torch.dtype, rows: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Returns the loss of a micro-batch that is a whole batch, and all its gradients, by name."""
+    model.before_step(0)
+    torch.manual_seed(0)
+    forward = partial(forward_in, model, dtype)
+    result = micro_batch_loss(forward, rows, global_sequences=len(rows), **options)
+    result.loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": result.loss.detach()} | found
 
 
 def without_draws(name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from breaking import STRANGE, broken_name, broken_text, broken_value
+from damage import reseal
 
 from moebius.cli.main import main
 from moebius.cluster.job import JobError, Journal, State
@@ -34,12 +35,8 @@ from moebius.cluster.report import history
 from moebius.cluster.report import live as watch
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
-    CheckpointManifest,
     CheckpointMeta,
     CorruptCheckpointError,
-    FileSum,
-    blake2b,
-    digest_of_sums,
 )
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.writing import seal, write_tensors
@@ -338,17 +335,6 @@ def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     )
     seal(path, index, meta, {file.name: file_sum})
     return tensors
-
-
-def reseal(path: Path) -> None:
-    """Makes the manifest fit the files, as a forger would."""
-    sums = {
-        file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes()))
-        for file in path.iterdir()
-        if file.name != "manifest.json"
-    }
-    manifest = CheckpointManifest(format=1, files=sums, digest=digest_of_sums(sums))
-    (path / "manifest.json").write_text(manifest.model_dump_json())
 
 
 # What may come out ---------------------------------------------------------------------------------

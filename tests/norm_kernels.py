@@ -68,8 +68,8 @@ def add_norm_backward(
             out.copy_(d_TD.float())
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True) -> list[torch.Size]:
-    """Lets all norms of layers be fused, as on a GPU; `kernels`: with this file's.
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Lets all norms of layers be fused, as on a GPU, by this file's kernels.
 
     Returns a list that grows by the shape of the rows with every call.
     """
@@ -79,8 +79,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True) -> list[t
         calls.append(x.shape)
         return True
 
-    if kernels:
-        monkeypatch.setattr(norm, "_kernels", lambda: sys.modules[__name__])
+    monkeypatch.setattr(norm, "_kernels", lambda: sys.modules[__name__])
     monkeypatch.setattr(block, "runs_fused", runs_fused)
     monkeypatch.setattr(norm, "runs_fused", lambda *given: True)
     return calls

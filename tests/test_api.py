@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from meshes import meshed, model_on
 
 import moebius
 from moebius import api
 from moebius.cli.main import main
 from moebius.cluster.job import JobStatus, RootCause, State
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.parallelize import build_model
-from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import measure
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
@@ -81,16 +78,8 @@ def test_a_recipe_that_cannot_be_made() -> None:
 def test_a_built_model_is_the_one_that_training_starts_from() -> None:
     config = moebius.recipe("smoke", **TINY)
     built = moebius.build(config)
-    with start_process("cpu") as process:
-        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
-        trained = build_model(
-            config.model,
-            mesh,
-            dispatcher="auto",
-            backend="auto",
-            seed=config.train.seed,
-            device=process.device,
-        )
+    with meshed() as (_, mesh):
+        trained = model_on(mesh, config.model, seed=config.train.seed)
     for (name, own), other in zip(built.named_parameters(), trained.parameters(), strict=True):
         assert torch.equal(own, other), name
 

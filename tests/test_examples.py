@@ -15,16 +15,13 @@ from typing import Any
 import pytest
 import torch
 from bytes_run import prepare_bytes
+from meshes import meshed, model_on
 from parts import make_config
 from torch import Tensor
 from world import run_ranks
 
 import moebius
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.parallelize import build_model
-from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
 from moebius.model.execution.depth_losses import weighted_losses
@@ -134,11 +131,8 @@ def test_the_family_knows_what_the_router_costs() -> None:
 
 
 def logits_on_ranks() -> Tensor:
-    with start_process("cpu", timeout_s=30) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
-        options: dict[str, Any] = {"backend": "auto", "seed": 0, "device": process.device}
-        model = build_model(config_of(0.5), mesh, dispatcher="auto", **options)
-        return model(tokens_of(process.rank)).logits_BSV.detach()
+    with meshed(ep=2) as (process, mesh):
+        return model_on(mesh, config_of(0.5))(tokens_of(process.rank)).logits_BSV.detach()
 
 
 def test_the_router_is_spread_over_ranks_without_another_line() -> None:

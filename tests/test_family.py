@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from family import NAMES, make_uneven, some_tokens, tiny_config, tiny_model
+from meshes import model_on
 from pairwise import slow_but
 from parts import make_config
 from small_corpus import shards_of_words
@@ -23,7 +24,7 @@ from world import run_ranks
 from moebius.distributed.gradients import GradientReducer, parameters_to_reduce
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
-from moebius.distributed.parallelize import build_model, expert_names
+from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
 from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
@@ -47,8 +48,7 @@ MAGNIFIES = ("ouro_moe",)
 
 
 def rows_of(rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=generator)
+    return some_tokens(MICRO_BATCH, POSITIONS + 1, seed=rank)
 
 
 SWITCHED = "transition, switched"  # what a transition is once it has become a Switch
@@ -106,13 +106,10 @@ def difference(folder: Path, name: str, mesh: Mesh, dtype: torch.dtype) -> float
     # same order.
     rounds = dtype is torch.bfloat16 or (dtype is torch.float32 and name in MAGNIFIES)
     in_order = rounds and mesh.layout.ep > 1
-    model = build_model(
-        tiny_config(recipe, WITHOUT_CHANCE.get(name, {})),
+    model = model_on(
         mesh,
+        tiny_config(recipe, WITHOUT_CHANCE.get(name, {})),
         dispatcher="alltoall" if in_order else "auto",
-        backend="auto",
-        seed=0,
-        device=torch.device("cpu"),
         stored=torch.float64 if dtype is torch.float64 else torch.float32,
     )
     sharded = expert_names(model)

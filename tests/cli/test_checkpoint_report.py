@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip
+from meshes import meshed, saver_in
 from world import run_ranks
 
 from moebius.cli.data import checkpoint_report
 from moebius.cli.main import main
-from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import Checkpoint, list_checkpoints
 from moebius.distributed.dispatch.expert_map import ExpertMap
-from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import block_shard
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process.process import start_process
 
 BANK = "group.0.feed_forward.sparse"
 EXPERT_MAP = ExpertMap((3, 3), (5, 4, 3, 2, 1, 0))
@@ -36,18 +34,10 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def save_run(run_dir: Path) -> None:
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+    with meshed() as (process, mesh):
         name, *_ = tensors = state()
         shards = {name: block_shard((6, 4, 5), 0, 0, 6, ranks_per_copy=1, has_experts=True)}
-        saver = Checkpointer(
-            run_dir / "checkpoints",
-            mesh=mesh,
-            process=process,
-            keep_last=2,
-            generation=0,
-            generation_file=None,
-        )
+        saver = saver_in(run_dir / "checkpoints", process, mesh, generation=0)
         for step in (5, 10):
             saver.save(step, tensors, shards, META)
         saver.wait()
@@ -77,12 +67,6 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[s
 
 def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def test_a_line_per_checkpoint(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damage import flip
 
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.manifest import ShardEntry, manifest_name, read_manifest
@@ -16,12 +17,6 @@ from moebius.data_pipeline.verify import data_folder, find_folders, verify
 def copy(prepared: Path, tmp_path: Path) -> Path:
     shutil.copytree(prepared, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 def test_an_intact_folder_has_no_problems_and_every_byte_is_read_twice(prepared: Path) -> None:

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from family import VOCABULARY, tiny_config
+from family import some_tokens, tiny_config
+from meshes import meshed, model_on
 from norm_kernels import stand_in
 from torch import Tensor
 from world import run_ranks
 
-from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import local_tensor
-from moebius.distributed.mesh import Mesh, build_mesh
-from moebius.distributed.parallelize import build_model
-from moebius.distributed.process.process import start_process
+from moebius.distributed.mesh import Mesh
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute
 
@@ -19,18 +17,10 @@ LOW = torch.bfloat16
 
 
 def gradients(mesh: Mesh, layers: int, recompute: Recompute) -> dict[str, Tensor]:
-    model = build_model(
-        tiny_config("moeut", {"num_layers": layers}),
-        mesh,
-        dispatcher="dedup",
-        backend="auto",
-        seed=0,
-        device=torch.device("cpu"),
-        sharding="fsdp",
-        precision=LOW,
-    )
+    config = tiny_config("moeut", {"num_layers": layers})
+    model = model_on(mesh, config, dispatcher="dedup", sharding="fsdp", precision=LOW)
     model.recompute_layers(recompute)
-    tokens = torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(mesh.rank))
+    tokens = some_tokens(4, 6, seed=mesh.rank)
     output = forward_in(model, LOW, tokens, targets_BS=tokens)
     (output.read_out + output.regularisation_B.sum()).backward()
     return {
@@ -42,8 +32,7 @@ def gradients(mesh: Mesh, layers: int, recompute: Recompute) -> dict[str, Tensor
 
 def differences(layers: int, recompute: Recompute) -> list[str]:
     """What is wrong on this rank."""
-    with start_process("cpu", timeout_s=60) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2, dp_shard=2), 2), process)
+    with meshed(ep=2, dp_shard=2) as (_, mesh):
         plain = gradients(mesh, layers, recompute)
         with pytest.MonkeyPatch.context() as monkeypatch:
             calls = stand_in(monkeypatch)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from meshes import meshed
 from torch.nn import Parameter
 from world import run_ranks
 
@@ -12,10 +13,7 @@ from moebius.distributed.gradients import (
     clip_gradients,
     global_grad_norm,
 )
-from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import block_shard, set_local_shard
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process.process import start_process
 
 NUM_EXPERTS = 4
 DENSE_SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]
@@ -91,10 +89,7 @@ def expected(world_size, ep, dtype):
 
 
 def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(
-            plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process
-        )
+    with meshed(ep=ep, dp_shard=dp_shard) as (process, mesh):
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
@@ -165,8 +160,7 @@ def bfloat16_sum():
     """1, e, -1, e with e = 2^-10: whichever neighbours are added first, a bfloat16 sum loses at
     least one e.
     """
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
+    with meshed() as (process, mesh):
         parameter = Parameter(torch.zeros(1, dtype=torch.bfloat16))
         parameter.grad = torch.tensor(
             [[1.0, 2.0**-10, -1.0, 2.0**-10][process.rank]], dtype=torch.bfloat16
@@ -183,8 +177,7 @@ def train_steps(ep, set_to_none, num_steps):
     """SGD on a sum over all rows, which are dealt to the ranks: a dense weight, experts, and one
     weight used once.
     """
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+    with meshed(ep=ep) as (process, mesh):
         place, block = mesh.coordinates, NUM_EXPERTS // ep
         dense = Parameter(gradient((6,), 7, dtype=torch.float64))
         once = Parameter(torch.ones(2, dtype=torch.float64))
@@ -228,8 +221,7 @@ def test_weights_after_steps_equal_one_process(set_to_none):
 
 
 def poisoned(ep, bad_rank, where, value):
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+    with meshed(ep=ep) as (process, mesh):
         dense, experts = local_parameters(process, mesh, torch.float32)
         if process.rank == bad_rank:
             tensor = {"dense": dense[1], "experts": experts[1]}[where]

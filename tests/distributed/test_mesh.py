@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import meshed
 from pairwise import slow_but
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from world import RankFailed, run_ranks
@@ -32,12 +33,6 @@ SIZES = [
 ]  # world, ep, dp_shard
 
 
-def make_mesh(process, ep, dp_shard=None):
-    return build_mesh(
-        plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process
-    )
-
-
 def sum_of_ranks(group, rank):
     value = torch.tensor([2.0**rank], dtype=torch.float64)
     dist.all_reduce(value, group=group)
@@ -45,8 +40,7 @@ def sum_of_ranks(group, rank):
 
 
 def describe(ep, dp_shard):
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = make_mesh(process, ep, dp_shard)
+    with meshed(ep=ep, dp_shard=dp_shard) as (process, mesh):
         sums = {axis: sum_of_ranks(mesh.groups[axis], process.rank) for axis in AXES}
         members = {axis: dist.get_process_group_ranks(mesh.groups[axis]) for axis in AXES}
         for view in (DENSE_AXES, SPARSE_AXES):

@@ -2,26 +2,23 @@
 everything.
 """
 
-from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
 
 import pytest
 import torch
-from family import VOCABULARY, make_uneven, tiny_config
-from live_memory import LiveMemory
+from family import make_uneven, some_tokens, tiny_config
+from meshes import meshed, model_on
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_modes import LiveMemory, Operations
 from world import run_ranks
 
 from moebius.distributed.dispatch.choose import counters_of
 from moebius.distributed.dispatch.table import needs_outbox
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import Mesh, build_mesh
-from moebius.distributed.parallelize import build_model
-from moebius.distributed.process.process import start_process
+from moebius.distributed.mesh import Mesh
 from moebius.distributed.symmetric.outbox import Outbox
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute
@@ -133,20 +130,17 @@ class Taken:
 
 
 def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
-    model = build_model(
-        tiny_config(name, RECIPES[name]),
+    model = model_on(
         mesh,
+        tiny_config(name, RECIPES[name]),
         dispatcher=way.dispatcher,
         backend=way.backend,
-        seed=0,
-        device=torch.device("cpu"),
         check_every=way.check_every,
         ranks_per_node=RANKS if needs_outbox(way.dispatcher) else 2,  # it stays inside a node
     )
     make_uneven(model).recompute_layers(mode)
     model.before_step(0)
-    generator = torch.Generator().manual_seed(mesh.rank)
-    rows = torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=generator)
+    rows = some_tokens(MICRO_BATCH, POSITIONS + 1, seed=mesh.rank)
     if mesh.rank == 3:
         rows[:] = 7  # every token alike: some ranks get nothing of it
     torch.manual_seed(mesh.rank)
@@ -194,8 +188,7 @@ def exchanged_again(forward: list[str], way: Way) -> int:
 
 
 def everything() -> list[str]:
-    with start_process("cpu", timeout_s=60) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=RANKS), RANKS), process)
+    with meshed(ep=RANKS) as (_, mesh):
         return [fault for name, way in CASES for fault in differences(name, way, mesh)]
 
 
@@ -210,17 +203,13 @@ WIDE = tiny_config("moeut", {"d_model": 128, "attention.d_head": 32, "feed_forwa
 def remaining_bytes(tokens: int) -> dict[str, float]:
     """Bytes per token that each mode saves for the backward pass on this rank."""
     found = {}
-    with start_process("cpu", timeout_s=60) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
+    with meshed(ep=2) as (_, mesh):
         for mode in MODES:
             live = []
             for sequences in (tokens // POSITIONS, 2 * tokens // POSITIONS):
-                model = build_model(
-                    WIDE, mesh, dispatcher="dedup", backend="auto", seed=0, device=process.device
-                )
+                model = model_on(mesh, WIDE, dispatcher="dedup")
                 model.recompute_layers(mode)
-                generator = torch.Generator().manual_seed(mesh.rank)
-                rows = torch.randint(VOCABULARY, (sequences, POSITIONS + 1), generator=generator)
+                rows = some_tokens(sequences, POSITIONS + 1, seed=mesh.rank)
                 with LiveMemory() as memory:
                     output = forward_in(model, torch.bfloat16, rows[:, :-1], targets_BS=rows[:, 1:])
                 live.append(memory.num_bytes)
@@ -251,75 +240,50 @@ def test_the_planner_knows_what_remains() -> None:
         assert found["none"] == pytest.approx(planned["none"], rel=0.2)
 
 
-def sharded_differences() -> list[str]:
+def sharded_differences(ep: int, layers_per_group: int, dtype: torch.dtype) -> list[str]:
     """Gathers, scatters and gradients of sharded weights; layers that repeat, which stay gathered,
     and layers that do not.
     """
     found = []
-    with start_process("cpu", timeout_s=60) as process:
-        for ep, layers_per_group, dtype in (
-            (1, 2, torch.float32),
-            (2, 2, LOW),
-            (2, 4, torch.float32),
-        ):
-            mesh = build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=2), 2), process)
-            none, *others = (sharded_pass(mode, layers_per_group, dtype, mesh) for mode in MODES)
-            for mode, other in zip(MODES[1:], others, strict=True):
-                wrong = [
-                    key for key, value in none[0].items() if not torch.equal(value, other[0][key])
-                ]
-                found += [f"{mode}, ep {ep}, group of {layers_per_group}: {wrong}"] * bool(wrong)
-                found += [
-                    f"{mode}, ep {ep}, group of {layers_per_group}: {other[1]}, not {none[1]}"
-                ] * (other[1] != none[1])
+    with meshed(ep=ep, dp_shard=2) as (_, mesh):
+        none, *others = (sharded_pass(mode, layers_per_group, dtype, mesh) for mode in MODES)
+        for mode, other in zip(MODES[1:], others, strict=True):
+            wrong = [key for key, value in none[0].items() if not torch.equal(value, other[0][key])]
+            found += [f"{mode}: {wrong}"] * bool(wrong)
+            found += [f"{mode}: {other[1]}, not {none[1]}"] * (other[1] != none[1])
     return found
 
 
 def sharded_pass(
     mode: Recompute, layers_per_group: int, dtype: torch.dtype, mesh: Mesh
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    model = build_model(
-        tiny_config("moeut", {"layers_per_group": layers_per_group}),
-        mesh,
-        dispatcher="auto",
-        backend="auto",
-        seed=0,
-        device=torch.device("cpu"),
-        sharding="fsdp",
-        precision=dtype,
-    )
+    config = tiny_config("moeut", {"layers_per_group": layers_per_group})
+    model = model_on(mesh, config, sharding="fsdp", precision=dtype)
     model.recompute_layers(mode)
     model.before_step(0)
-    rows = torch.randint(
-        VOCABULARY, (MICRO_BATCH, POSITIONS), generator=torch.Generator().manual_seed(mesh.rank)
-    )
-    gathers = Gathers()
+    rows = some_tokens(MICRO_BATCH, POSITIONS, seed=mesh.rank)
+    operations = Operations()
     for _ in range(2):  # the first pass of sharded weights is another than all that follow
-        with gathers:
+        with operations:
             micro_batch_loss(
                 partial(forward_in, model, dtype), rows, global_sequences=8
             ).loss.backward()
-    assert gathers.count["c10d._allgather_base_.default"] > 0
+    gathers = {
+        name: count
+        for name, count in operations.names.items()
+        if name.startswith("c10d.") and "alltoall" not in name
+    }
+    assert gathers["c10d._allgather_base_.default"] > 0
     values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in values.items()}, dict(
-        gathers.count
-    )
-
-
-class Gathers(TorchDispatchMode):
-    """Collectives of sharded weights, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith("c10d.") and "alltoall" not in name:
-            self.count[name] += 1
-        return func(*args, **(kwargs or {}))
+    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in values.items()}, gathers
 
 
 @pytest.mark.slow
-def test_sharded_weights_are_gathered_no_more_often() -> None:
-    assert run_ranks(sharded_differences, 2) == [[]] * 2
+@pytest.mark.parametrize(
+    ("ep", "layers_per_group", "dtype"),
+    [(1, 2, torch.float32), (2, 2, LOW), (2, 4, torch.float32)],
+)
+def test_sharded_weights_are_gathered_no_more_often(
+    ep: int, layers_per_group: int, dtype: torch.dtype
+) -> None:
+    assert run_ranks(sharded_differences, 2, ep, layers_per_group, dtype) == [[]] * 2

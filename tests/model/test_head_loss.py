@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family import VOCABULARY, make_uneven, tiny_model
-from live_memory import LiveMemory
+from family import make_uneven, some_tokens, tiny_model
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from torch_modes import LiveMemory
 
 from moebius.model.execution.precision import forward_in
 from moebius.model.head_loss import head_loss, rows_of_chunk
@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["moeut", "dense"])
 def test_a_model_gives_the_loss_of_its_own_logits(name: str, dtype: torch.dtype) -> None:
-    rows = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
+    rows = some_tokens(4, 9)
     model = make_uneven(tiny_model(name))
     forward = partial(forward_in, model, dtype)
     logits = forward(rows[:, :-1])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, VOCABULARY, make_uneven, tiny_model
-from live_memory import LiveMemory
+from family import NAMES, make_uneven, some_tokens, tiny_model
 from parts import layers
 from torch import Tensor, nn
+from torch_modes import LiveMemory
 
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute, recomputing, run_recomputed, save_decision
@@ -21,62 +21,27 @@ from moebius.model.routing import Routes
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 
-MICRO_BATCH, POSITIONS = 8, 6
+ROWS = some_tokens(8, 7, seed=5)
+CHOICE = {"kind": "token_choice", "top_k": 2}
+RANDOM = {"renormalise": True, "second_expert": "random", "drop_order": "slot_major"}
 DRAWS = {  # what no recipe of the family has
-    "jitter": (
-        "switch",
-        {
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 2,
-                "jitter": 0.2,
-                "capacity_factor": 0.7,
-            }
-        },
-    ),
+    "jitter": ("switch", CHOICE | {"jitter": 0.2, "capacity_factor": 0.7}),
     "jitter and a random second expert": (
         "gshard",
-        {
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 2,
-                "renormalise": True,
-                "second_expert": "random",
-                "jitter": 0.2,
-                "capacity_factor": 1.0,
-                "drop_order": "slot_major",
-            }
-        },
+        CHOICE | RANDOM | {"jitter": 0.2, "capacity_factor": 1.0},
     ),
-    "drawn experts": (
-        "sut",
-        {"feed_forward.router": {"kind": "sut", "top_k": 3, "sampled": 2}, "attention.sampled": 1},
-    ),
-    "priority": (
-        "switch",
-        {
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 2,
-                "capacity_factor": 0.5,
-                "drop_order": "priority",
-            }
-        },
-    ),
+    "drawn experts": ("sut", {"kind": "sut", "top_k": 3, "sampled": 2}),
+    "priority": ("switch", CHOICE | {"capacity_factor": 0.5, "drop_order": "priority"}),
 }
 
 
 def model_of(name: str, mode: Recompute) -> Transformer:
-    recipe, changes = DRAWS.get(name, (name, {}))
+    recipe, router = DRAWS.get(name, (name, None))
+    changes = {"attention.sampled": 1} if name == "drawn experts" else {}
+    changes |= {"feed_forward.router": router} if router else {}
     model = make_uneven(tiny_model(recipe, changes))
     model.recompute_layers(mode)
     return model
-
-
-def rows() -> Tensor:
-    return torch.randint(
-        VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=torch.Generator().manual_seed(5)
-    )
 
 
 def loss_and_gradients(
@@ -84,9 +49,7 @@ def loss_and_gradients(
 ) -> dict[str, Tensor]:
     model.before_step(step)
     torch.manual_seed(3)
-    result = micro_batch_loss(
-        partial(forward_in, model, dtype), rows(), global_sequences=MICRO_BATCH
-    )
+    result = micro_batch_loss(partial(forward_in, model, dtype), ROWS, global_sequences=len(ROWS))
     drawn_next = torch.rand(4)
     result.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -209,7 +172,7 @@ def test_without_gradients_or_with_a_cache_nothing_is_run_twice() -> None:
     model = model_of("moeut", "full")
     calls = []
     layers(model)[0].attention.register_forward_hook(lambda *_: calls.append(recomputing()))
-    tokens = rows()[:, :-1]
+    tokens = ROWS[:, :-1]
     with torch.no_grad():
         plain = model(tokens).logits_BSV
     cache = model.new_cache()
@@ -224,7 +187,7 @@ def test_without_gradients_or_with_a_cache_nothing_is_run_twice() -> None:
 
 def test_a_retained_graph_is_run_again_for_every_backward_pass() -> None:
     model = model_of("moeut", "selective")
-    loss = model(rows()).logits_BSV.square().sum()
+    loss = model(ROWS).logits_BSV.square().sum()
     loss.backward(retain_graph=True)
     once_through = {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None

@@ -2,16 +2,16 @@
 operations: all of the family, both precisions, with recomputation, cast weights and a cache.
 """
 
-from typing import Any
+from collections import Counter
 
 import pytest
 import torch
-from family import NAMES, make_uneven, tiny_config, tiny_model
+from family import NAMES, make_uneven, some_tokens, tiny_config, tiny_model
 from norm_kernels import stand_in
 from pairwise import slow_but
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_modes import Operations
 
 from moebius.model.documents import mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
@@ -25,7 +25,7 @@ from moebius.model.execution.precision import (
 from moebius.model.execution.recompute import Recompute
 from moebius.model.transformer import Transformer
 
-TOKENS = torch.randint(61, (8, 9), generator=torch.Generator().manual_seed(1))
+TOKENS = some_tokens(8, 9, seed=1)
 
 
 def gradients(
@@ -133,35 +133,22 @@ def test_compiled_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert off(gradients(name, "bfloat16", compiles=True), plain) < 1e-5
 
 
-class Counted(TorchDispatchMode):
-    """Counts operations that make or change tensors, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-def operations(name: str, num_layers: int) -> dict[str, int]:
+def operations(name: str, num_layers: int) -> Counter[str]:
     """Of a training pass in bfloat16, on tensors without values."""
     with FakeTensorMode():
         model = Transformer(tiny_config(name, {"num_layers": num_layers}))
         tokens = torch.zeros(8, 9, dtype=torch.int64)
-        with Counted() as counted:
+        with Operations() as ran:
             output = forward_in(model, torch.bfloat16, tokens, targets_BS=tokens)
             (output.read_out + output.regularisation_B.sum()).backward()
-    return counted.counts
+    return ran.names
 
 
 def of_a_depth_step(name: str) -> dict[str, float]:
     """The operations that one more repeat of the group costs, by its layers."""
     per_group = tiny_config(name).layers_per_group
     few, many = (operations(name, repeats * per_group) for repeats in (2, 3))
-    counts = {key: (many[key] - few.get(key, 0)) / per_group for key in many}
+    counts = {key: (many[key] - few[key]) / per_group for key in many}
     return {key: count for key, count in counts.items() if count}
 
 
@@ -172,6 +159,7 @@ def test_norms_and_casts_are_no_operations_of_their_own(
     plain = of_a_depth_step(name)
     stand_in(monkeypatch)
     fused = of_a_depth_step(name)
-    assert plain["native_layer_norm"] == plain["native_layer_norm_backward"] == 2
-    assert fused["add_norm"] == fused["add_norm_backward"] == 2
-    assert "native_layer_norm" not in fused
+    norm, backward = "aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"
+    assert plain[norm] == plain[backward] == 2
+    assert fused["moebius.add_norm.default"] == fused["moebius.add_norm_backward.default"] == 2
+    assert norm not in fused

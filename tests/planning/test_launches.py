@@ -1,8 +1,7 @@
 """The planner's launches per dispatcher, against counts on four real ranks."""
 
 import torch
-from dispatch_cases import case, dispatcher_of, own_layer, run_layer, world
-from dispatch_scenes import EXPERTS
+from dispatch_cases import EXPERTS, case, dispatcher_of, own_layer, run_layer, world
 from world import run_ranks
 
 from moebius.distributed.dispatch.table import LOCAL, by_collectives

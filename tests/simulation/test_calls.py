@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from bytes_run import prepare_bytes
 from parts import make_config
+from small_model import MODEL
 from world import run_ranks
 
 from moebius.cli.main import main
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
 from moebius.simulation.calls import expert_maps_of, random_tokens, text_tokens
 from moebius.simulation.ranks import RequestedRanks, layout_of
@@ -34,14 +31,6 @@ SMALL = (
     *("model.vocab_size=300", "prepare.vocab_size=300"),
 )
 FEW = (*SMALL, "--ep", "2", "--tokens-per-rank", "4")
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=16,
-    num_layers=4,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=8),
-)
 
 
 def result(moebius: Command, *words: object) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dispatch_cases import Case, joined, run_layer
 from torch import Tensor
 
 from moebius.distributed.dispatch.choose import make_dispatcher
@@ -375,7 +376,10 @@ def whole_layer(num_ranks: int, tokens: list[int]) -> None:
     """Forward and backward with uneven tokens and one expert per rank equal one rank with all
     tokens, bit for bit.
     """
-    call = routed(tokens, num_ranks, seed=3)
+    cases = [
+        Case(rows_of(own), own.routes, torch.linspace(-1, 1, WIDTH).expand(own.num_rows, -1))
+        for own in routed(tokens, num_ranks, seed=3)
+    ]
     expert_map = contiguous_map(num_ranks, num_ranks)
     bank = bank_of(num_ranks)
 
@@ -387,36 +391,13 @@ def whole_layer(num_ranks: int, tokens: list[int]) -> None:
             parameter.requires_grad_()
         layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]
         layer.dispatcher = make_dispatcher("alltoall", group)
-        return gradients(layer, rows_of(call[rank]), call[rank].routes)
+        return run_layer(layer, cases[rank])
 
     found = run_threads(run_rank, num_ranks, timeout_s=200)
-    expected = gradients(
-        SparseLayer(bank_of(num_ranks)), torch.cat(list(map(rows_of, call))), joined(call)
-    )
-    for name in ("y", "x", "gates"):
-        assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name
-    for name in ("w_up", "w_down", "b_up", "b_down"):
-        assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name
-
-
-def joined(call: list[RoutedCall]) -> Routes:
-    experts = torch.cat([own.routes.expert_N for own in call]).view(-1, TOP_K)
-    weights = torch.cat([own.routes.weight_N for own in call]).view(-1, TOP_K)
-    return token_routes(experts, weights, num_experts=num_experts(call))
-
-
-def gradients(layer: SparseLayer, rows: Tensor, routes: Routes) -> dict[str, Tensor]:
-    rows, weights = rows.clone().requires_grad_(), routes.weight_N.clone().requires_grad_()
-    y = layer(rows, routes.with_weights(weights))
-    (y * torch.linspace(-1, 1, WIDTH)).sum().backward()
-    assert rows.grad is not None
-    assert weights.grad is not None
-    own = {
-        name: parameter.grad
-        for name, parameter in layer.experts.named_parameters()
-        if parameter.grad is not None
-    }
-    return {"y": y.detach(), "x": rows.grad, "gates": weights.grad, **own}
+    expected = run_layer(SparseLayer(bank_of(num_ranks)), joined(cases))
+    assert expected.keys() == {"y", "x", "gates", "w_up", "w_down", "b_up", "b_down"}
+    for name, value in expected.items():
+        assert torch.equal(torch.cat([result[name] for result in found]), value), name
 
 
 def uneven_tokens(num_ranks: int) -> list[int]:

@@ -7,8 +7,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_case, world
-from dispatch_scenes import SCENES
+from dispatch_cases import (
+    KINDS,
+    SCENES,
+    dispatcher_of,
+    own_layer,
+    run_layer,
+    scene_case,
+    world,
+)
 from family import VOCABULARY, tiny_config
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory

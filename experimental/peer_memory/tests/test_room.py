@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import Case, case, dispatcher_of, own_layer, run_layer, world
-from dispatch_scenes import Scene, choose
+from dispatch_cases import (
+    Case,
+    Scene,
+    case,
+    choose,
+    dispatcher_of,
+    own_layer,
+    run_layer,
+    world,
+)
 from world import run_ranks
 
 from experimental.peer_memory.peer_outbox import PeerOutbox
@@ -23,7 +31,7 @@ KINDS = ("token", "token to head", "head to token")
 def equal_case(kind: str, choice: str, rank: int, dtype: torch.dtype) -> Case:
     """As many rows on every rank."""
     scene = Scene((TOKENS,) * 4, choice=choice)
-    experts_TK = choose(scene, TOKENS, 4, torch.Generator().manual_seed(rank))
+    experts_TK = choose(scene, TOKENS, torch.Generator().manual_seed(rank))
     return case(kind, experts_TK, 100 + rank, dtype)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import model_on, saver_in
 from world import run_ranks
 
 from moebius.distributed.checkpoint import format as checkpoint_files
-from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import (
     Chunk,
     StoredTensor,
@@ -23,7 +23,6 @@ from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.local_shard import block_shard
 from moebius.distributed.mesh import Mesh, build_mesh
-from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import expert_maps_of, move_experts
 from moebius.distributed.process.process import Process, start_process
@@ -47,21 +46,20 @@ SIZES = {
     "feed_forward.num_experts": 11,
     "feed_forward.d_expert": 9,
 }  # experts and rows that no number of ranks divides
+BASE = ModelConfig.from_dotted(SIZES)
 MODELS = {
-    "buffers": ModelConfig.from_dotted(
-        SIZES
-        | {
+    "buffers": BASE.changed(
+        {
             "feed_forward.router": DeepSeekConfig(top_k=3),
             "feed_forward.num_shared_experts": 1,
             "attention.positions.kind": "learned",
         }
     ),
-    "embedding": ModelConfig.from_dotted(
-        SIZES | {"feed_forward.router": CosineConfig(top_k=2), "feed_forward.activation": "swiglu"}
+    "embedding": BASE.changed(
+        {"feed_forward.router": CosineConfig(top_k=2), "feed_forward.activation": "swiglu"}
     ),
-    "few": ModelConfig.from_dotted(
-        SIZES
-        | {
+    "few": BASE.changed(
+        {
             "feed_forward.num_experts": 2,
             "feed_forward.router": DeepSeekConfig(top_k=1, renormalise=False),
         }
@@ -96,15 +94,7 @@ def built(name: str, process: Process, seed: int) -> tuple[Mesh, Transformer, An
     _, model_name, mesh_config = LAYOUTS["ep4" if name == MOVED else name]
     config = MeshConfig(**mesh_config)
     mesh = build_mesh(plan_layout(config, process.world_size), process)
-    model = build_model(
-        MODELS[model_name],
-        mesh,
-        dispatcher="auto",
-        backend="auto",
-        seed=seed,
-        device=process.device,
-        sharding=config.sharding,
-    )
+    model = model_on(mesh, MODELS[model_name], seed=seed, sharding=config.sharding)
     optimizer = make_optimizer(OptimConfig(), model.parameters())
     allocate_moments(model, optimizer)
     return mesh, model, optimizer
@@ -124,8 +114,7 @@ def save_states(folder: Path, names: list[str]) -> None:
                 maps = expert_maps_of(model)
                 moved = {bank: expert_map(own.num_experts) for bank, own in maps.items()}
                 move_experts(model, optimizer, mesh, moved)
-            options: dict[str, Any] = {"keep_last": 1, "generation": 0, "generation_file": None}
-            saver = Checkpointer(folder / name, mesh=mesh, process=process, **options)
+            saver = saver_in(folder / name, process, mesh)
             saver.save(7, *state_tensors(model, optimizer), META)
             saver.wait()
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip
+from meshes import meshed, saver_in
 from world import run_ranks
 
 from moebius.distributed.checkpoint import checkpointer as checkpointer_module
 from moebius.distributed.checkpoint import loading
 from moebius.distributed.checkpoint import writing as checkpoint_writing
 from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder, DamagedCheckpoint
-from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
@@ -23,18 +24,9 @@ from moebius.distributed.checkpoint.format import (
     open_verified,
 )
 from moebius.distributed.checkpoint.recovery import newest_whole
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process.process import start_process
 
 STEPS = [10, 20, 30]
 NEWEST = "step_00000030"
-
-
-def saver_in(directory, process, **options):
-    mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
-    options = {"keep_last": 3, "generation": 1, "generation_file": None} | options
-    return mesh, Checkpointer(directory, mesh=mesh, process=process, **options)
 
 
 def state_of(step):
@@ -43,8 +35,8 @@ def state_of(step):
 
 
 def save_steps(directory, steps):
-    with start_process("cpu", timeout_s=20) as process:
-        _, saver = saver_in(directory, process)
+    with meshed() as (process, mesh):
+        saver = saver_in(directory, process, mesh, keep_last=3)
         for step in steps:
             saver.save(step, state_of(step), {}, {"step": step})
         saver.wait()
@@ -64,12 +56,6 @@ def saved(saved_once, tmp_path):
     return tmp_path / "checkpoints"
 
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -79,8 +65,8 @@ DAMAGES = {"flip": flip, "truncate": truncate, "remove": Path.unlink}
 
 def recover(directory):
     """What a rank resumes from: the step, the damaged checkpoints, and their new paths."""
-    with start_process("cpu", timeout_s=20) as process:
-        _, saver = saver_in(directory, process)
+    with meshed() as (process, mesh):
+        saver = saver_in(directory, process, mesh, keep_last=3)
         try:
             found = saver.newest_whole()
         except CheckpointError as error:
@@ -161,8 +147,7 @@ def test_what_is_read_wrongly_once_is_not_called_damage(saved):
 def read_wrongly_once(directory):
     """Rank 1 reads nonsense of what it looks at first, and rank 0 reads the same file rightly."""
     original = loading.damaged_files
-    with start_process("cpu", timeout_s=20) as process:
-        mesh, _ = saver_in(directory, process)
+    with meshed() as (process, mesh):
         if process.rank == 1:
             share = sorted(path.name for path in (directory / NEWEST).iterdir())[1::2]
             loading.damaged_files = lambda stored, names, on_bytes=None: (
@@ -182,8 +167,7 @@ def without_memory(directory):
     def lack(*_, **__):
         raise MemoryError("no memory")
 
-    with start_process("cpu", timeout_s=20) as process:
-        mesh, _ = saver_in(directory, process)
+    with meshed() as (_, mesh):
         loading.open_checkpoint = lack
         with pytest.raises(CheckpointError) as caught:
             newest_whole(directory, mesh.world_group)
@@ -218,8 +202,8 @@ def save_on_a_bad_disk(directory):
         flip(path / "__1_0.distcp")
         return num_bytes
 
-    with start_process("cpu", timeout_s=20) as process:
-        _, saver = saver_in(directory, process, keep_last=1)
+    with meshed() as (process, mesh):
+        saver = saver_in(directory, process, mesh, keep_last=1)
         checkpointer_module.seal = seal_and_damage
         saver.save(40, state_of(40), {}, {"step": 40})
         try:
@@ -250,8 +234,8 @@ def save_on_a_full_disk(directory, on_failure, mended):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    with start_process("cpu", timeout_s=20) as process:
-        _, saver = saver_in(directory, process, on_failure=on_failure)
+    with meshed() as (process, mesh):
+        saver = saver_in(directory, process, mesh, keep_last=3, on_failure=on_failure)
         checkpoint_writing.write_synced = full
         saver.save(40, state_of(40), {}, {"step": 40})
         saver._join()

@@ -10,14 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from meshes import meshed, saver_in
 from world import run_ranks
 
-from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, open_verified
 from moebius.distributed.checkpoint.second_copy import MARK, SecondCopy
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process.process import start_process
 
 NAMES = itertools.count()
 
@@ -160,17 +157,9 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 def save_and_go_on(run_dir: Path, place: Path, steps: list[int]) -> object:
     """Saves, and says what a run would go on from, the damaged ones, and who fetched."""
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
-        saver = Checkpointer(
-            run_dir / "checkpoints",
-            mesh=mesh,
-            process=process,
-            keep_last=2,
-            generation=1,
-            generation_file=None,
-            second=SecondCopy(f"file://{place}", run_dir, keep_last=2),
-        )
+    with meshed() as (process, mesh):
+        second = SecondCopy(f"file://{place}", run_dir, keep_last=2)
+        saver = saver_in(run_dir / "checkpoints", process, mesh, second=second)
         for step in steps:
             saver.save(step, state_of(step), {}, {})
             saver.wait()

@@ -1,14 +1,13 @@
 """With known sizes, `dedup` gives the same bits without exchanging or reading counts."""
 
 from contextlib import nullcontext
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
-from dispatch_cases import Case, dispatcher_of, own_layer, run_layer, world
-from dispatch_scenes import EXPERTS, WIDTH
+from dispatch_cases import EXPERTS, WIDTH, Case, dispatcher_of, own_layer, run_layer, world
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_modes import Operations
 from world import run_ranks
 
 from moebius.distributed.dispatch.base import equal_rows
@@ -34,16 +33,6 @@ def heads_case(into_heads: bool, tokens: int, rank: int, *, top_k: int = 1) -> C
     return Case(x, routes, torch.randn(routes.num_targets, WIDTH, generator=generator))
 
 
-class Integers(TorchDispatchMode):
-    """Counts exchanges of integers, which are those of counts."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func).startswith("c10d.") and args[0].dtype == torch.int64
-        return func(*args, **(kwargs or {}))
-
-
 def exchanges_of_counts(top_k: int) -> dict[tuple, tuple[list[str], int, int]]:
     """What differs where sizes are known; and exchanges of counts without and with that."""
     found = {}
@@ -65,9 +54,9 @@ def exchanges_of_counts(top_k: int) -> dict[tuple, tuple[list[str], int, int]]:
                     options = {"expert_map": expert_map, "check_every": check_every}
                     dispatcher = dispatcher_of("dedup", group, nodes, **options)
                     layer = own_layer(process, dispatcher)
-                    with Integers() as integers, promise():
+                    with Operations() as operations, promise():
                         results.append(run_layer(layer, given))
-                    counted.append(integers.count)
+                    counted.append(operations.counts_exchanged)
                 unequal = [
                     name
                     for name, value in results[0].items()
@@ -102,13 +91,13 @@ def exchanges_when_recomputed() -> list[tuple[list[str], int, int]]:
             for promise in (nullcontext, equal_rows):
                 layer.zero_grad(set_to_none=True)
                 x = given.x.clone().requires_grad_()
-                with Integers() as integers:
+                with Operations() as operations:
                     with promise():
                         y = layer_twice(mode, layer, x, given.routes)
                     y.backward(given.grad)
                 result = {"y": y.detach(), "x": x.grad, "w_up": layer.experts.w_up.grad}
                 unequal += [n for n, value in result.items() if not torch.equal(value, plain[n])]
-                counted.append(integers.count)
+                counted.append(operations.counts_exchanged)
             found.append((unequal, *counted))
     return found
 

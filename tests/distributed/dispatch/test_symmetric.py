@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_case, world
-from dispatch_scenes import SCENES
+from dispatch_cases import (
+    KINDS,
+    SCENES,
+    dispatcher_of,
+    own_layer,
+    run_layer,
+    scene_case,
+    world,
+)
 from pairwise import slow_but
 from world import run_ranks
 

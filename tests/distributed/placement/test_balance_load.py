@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moebius.distributed.dispatch.expert_map import ExpertMap, ExpertRange, contiguous_map
 from moebius.distributed.placement.balance_load import (
-    _free_rank,
     load_imbalance,
     num_copies,
     packed,
@@ -195,5 +194,3 @@ def test_slots_that_cannot_hold_the_experts_are_refused():
         packed([1, 1, 1], [4, 1])
     with pytest.raises(ValueError, match="3 experts are too few for 4 ranks"):
         contiguous_map(3, 4)
-    with pytest.raises(ValueError, match=r"copy of expert 0: \[1, 2\] slots are too uneven"):
-        _free_rank(0, [{0}, {0}], [1, 2], [1.0])

@@ -1,13 +1,20 @@
 """Moving experts: weights and moments arrive intact, and copies share outputs and gradient sums."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-from dispatch_cases import dispatcher_of, placed_layer, world
-from dispatch_scenes import EXPERTS, SCENES, forward_backward, parts
+from dispatch_cases import (
+    EXPERTS,
+    KINDS,
+    dispatcher_of,
+    placed_layer,
+    run_layer,
+    scene_case,
+    world,
+)
+from meshes import meshed, model_on
+from small_model import ODD
 from torch import Tensor, nn
 from world import run_ranks
 
@@ -16,36 +23,15 @@ from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import local_shard_of
-from moebius.distributed.mesh import Mesh, build_mesh
-from moebius.distributed.parallelize import build_model
+from moebius.distributed.mesh import build_mesh
 from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import banks_of, expert_maps_of, expert_shard, move_experts
 from moebius.distributed.placement.replicas import CopyReducer
-from moebius.distributed.process.process import start_process
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.state import allocate_moments
 
-MODEL = ModelConfig(
-    vocab_size=31,
-    d_model=12,
-    num_layers=2,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=6, num_experts=3, top_k=1),
-    feed_forward=ExpertsConfig(
-        num_experts=7, router=SigmoidConfig(top_k=2), d_expert=8, expert_bias=True
-    ),
-)
-
-
-@contextmanager
-def meshed(ep: int) -> Iterator[Mesh]:
-    with start_process("cpu", timeout_s=30) as process:
-        yield build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+MODEL = ODD.changed({"feed_forward.expert_bias": True})
 
 
 def targets(model: nn.Module, number: int) -> dict[str, ExpertMap]:
@@ -62,10 +48,8 @@ def targets(model: nn.Module, number: int) -> dict[str, ExpertMap]:
 def there_and_back(ep: int) -> list[str]:
     """Moves five times and back again; what is wrong after each move."""
     wrong = []
-    with meshed(ep) as mesh:
-        model = build_model(
-            MODEL, mesh, dispatcher="auto", backend="auto", seed=5, device=torch.device("cpu")
-        )
+    with meshed(ep=ep) as (_, mesh):
+        model = model_on(mesh, MODEL, seed=5)
         whole = Transformer(MODEL)
         initialise(whole, 5)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -102,10 +86,10 @@ def there_and_back(ep: int) -> list[str]:
         assert all(len(expert_map.copies) == 0 for expert_map in expert_maps_of(model).values())
         for names, words in (
             (
-                {"group.7.attention.value": contiguous_map(6, ep)},
+                {"group.7.attention.value": contiguous_map(15, ep)},
                 "no bank 'group.7.attention.value'",
             ),
-            ({"group.0.attention.value": contiguous_map(8, ep)}, "6 experts on"),
+            ({"group.0.attention.value": contiguous_map(8, ep)}, "15 experts on"),
         ):
             with pytest.raises(ValueError, match=words):
                 move_experts(model, optimizer, mesh, names)
@@ -123,17 +107,19 @@ COPIED = packed([40, 3, 20, 1, 5, 30, 2, 9], (3, 4, 2, 3))  # four slots more th
 LONE = ExpertMap(
     (2, 5, 0, 4), (10, 0, 2, 3, 4, 7, 8, 9), ((0, 6), (6, 1), (5, 5))
 )  # a rank without experts
+UNEVEN = ExpertMap((1, 4, 0, 3), (4, 0, 2, 7, 6, 1, 3, 5))
+Placed = tuple[ExpertMap, str, str]  # where experts are, scene, kind of routes
 
 
-def answers(name: str, cases: list[tuple[ExpertMap, str]]) -> list[dict[str, Tensor]]:
+def answers(name: str, cases: list[Placed]) -> list[dict[str, Tensor]]:
     """Results of this rank, gradients of the slots after the reduction."""
     found = []
     with world() as (process, group, nodes):
         mesh = build_mesh(plan_layout(MeshConfig(ep=4), 4), process)
-        for expert_map, scene in cases:
+        for expert_map, scene, kind in cases:
             layer = placed_layer(expert_map, process.rank)
             layer.dispatcher = dispatcher_of(name, group, nodes, expert_map=expert_map)
-            result = forward_backward(layer, *parts(SCENES[scene], torch.float32)[process.rank])
+            result = run_layer(layer, scene_case(scene, kind, process.rank))
             parameters = dict(layer.experts.named_parameters())
             reducer = GradientReducer([], list(parameters.values()), mesh)
             CopyReducer(reducer, [(expert_map, parameters.values())], mesh).reduce()
@@ -143,38 +129,37 @@ def answers(name: str, cases: list[tuple[ExpertMap, str]]) -> list[dict[str, Ten
     return found
 
 
-def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def alone(scene: str, kind: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Every rank's results with all experts on one rank, and the sums of the experts' gradients."""
-    at_start = contiguous_map(EXPERTS, 1)
-    results = [
-        forward_backward(placed_layer(at_start, 0), *given)
-        for given in parts(SCENES[scene], torch.float32)
-    ]
+    layer = placed_layer(contiguous_map(EXPERTS, 1), 0)
+    results = [run_layer(layer, scene_case(scene, kind, rank)) for rank in range(4)]
     return results, {
         name: torch.stack([own[name] for own in results]).sum(0) for name in ("w_up", "w_down")
     }
 
 
-def served_by(expert_map: ExpertMap, scene: str) -> list[int]:
+def served_by(expert_map: ExpertMap, scene: str, kind: str) -> list[int]:
     """Routes for every rank: to the own copy of an expert, else to the copies in turn."""
     served = [0] * 4
-    for source, (_, experts, _, _) in enumerate(parts(SCENES[scene], torch.float32)):
-        for expert in experts.flatten().tolist():
+    for source in range(4):
+        for expert in scene_case(scene, kind, source).routes.expert_N.tolist():
             served[expert_map.rank_S[expert_map.seen_from(source).slots_E[expert][0]]] += 1
     return served
 
 
 @pytest.mark.parametrize("name", ["alltoall", "dedup", "allgather", "hierarchical", "symmetric"])
 def test_copies_answer_as_the_one_expert_would(name: str) -> None:
+    """Wherever it is, for routes of all kinds."""
     cases = [
-        (expert_map, scene)
+        (expert_map, scene, "token")
         for expert_map in (COPIED, LONE)
         for scene in ("uneven", "all to one expert", "only one rank has tokens")
     ]
+    cases += [(UNEVEN, "uneven", kind) for kind in KINDS]
     by_rank = run_ranks(answers, 4, name, cases)
-    for number, (expert_map, scene) in enumerate(cases):
-        (expected, sums), found = alone(scene), [results[number] for results in by_rank]
-        assert [own["served"].item() for own in found] == served_by(expert_map, scene)
+    for number, (expert_map, scene, kind) in enumerate(cases):
+        (expected, sums), found = alone(scene, kind), [results[number] for results in by_rank]
+        assert [own["served"].item() for own in found] == served_by(expert_map, scene, kind)
         for own, wanted in zip(found, expected, strict=True):
             for key in ("y", "x", "gates"):
                 exact = name == "alltoall"
@@ -183,7 +168,7 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
                     if exact
                     else torch.allclose(own[key], wanted[key], atol=1e-5)
                 )
-                assert same, (scene, key)
+                assert same, (scene, kind, key)
         for key, total in sums.items():
             slots = torch.cat([own[key] for own in found])
             for expert, copies in enumerate(expert_map.slots_E):

@@ -31,27 +31,29 @@ ROOT = Path(agreement.__file__).parents[2]
 CONFIG = {"train": {"seed": 0, "steps": 10}, "model": {"router": {"kind": "sigmoid"}}}
 
 
-def together(facts_of_rank, *, timeout_s=10.0, absent=(), late=()):
+def together(facts_of_rank, *, timeout_s=10.0, absent=(), late=(), stores=None):
     """What each rank of a world of threads heard: None, or the error's text."""
-    store = HashStore()
     heard: list[Any] = [None] * len(facts_of_rank)
+    stores = stores or dict.fromkeys(range(len(heard)), HashStore())
+    options = {"world_size": len(heard), "timeout_s": timeout_s}
 
-    def live(rank, facts):
+    def live(rank):
         time.sleep(0.3 if rank in late else 0)
         try:
-            agree("run", facts, store=store, rank=rank, world_size=len(heard), timeout_s=timeout_s)
-        except AgreementError as error:
+            agree("run", facts_of_rank[rank], store=stores[rank], rank=rank, **options)
+        except (AgreementError, dist.DistError) as error:
             heard[rank] = str(error)
+        del stores[rank]  # as its process ends
 
     lives = [
-        threading.Thread(target=live, args=place)
-        for place in enumerate(facts_of_rank)
-        if place[0] not in absent
+        threading.Thread(target=live, args=(rank,))
+        for rank in range(len(heard))
+        if rank not in absent
     ]
     for life in lives:
         life.start()
     for life in lives:
-        life.join(30)
+        life.join(120)
     return heard
 
 
@@ -77,29 +79,10 @@ def test_all_ranks_hear_the_difference_though_rank_0_serves_the_store_and_ends(m
     clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(3)]
     stores = dict(enumerate([server, *clients]))
     del server, clients
-    heard: list[Any] = [None] * 4
-
-    def live(rank):
-        try:
-            agree(
-                "run",
-                {"seed": str(rank // 3)},
-                store=stores[rank],
-                rank=rank,
-                world_size=4,
-                timeout_s=60,
-            )
-        except (AgreementError, dist.DistError) as error:
-            heard[rank] = f"{type(error).__name__}: {error}"
-        del stores[rank]  # as its process ends
-
-    lives = [threading.Thread(target=live, args=(rank,)) for rank in range(4)]
-    for life in lives:
-        life.start()
-    for life in lives:
-        life.join(120)
+    facts = [{"seed": str(rank // 3)} for rank in range(4)]
+    heard = together(facts, stores=stores, timeout_s=60)
     assert len(set(heard)) == 1
-    assert "AgreementError: the ranks differ in the run" in heard[0]
+    assert "the ranks differ in the run" in heard[0]
     assert "seed: 0 on ranks 0-2; 1 on rank 3" in heard[0]
 
 

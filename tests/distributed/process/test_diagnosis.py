@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import meshed
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from world import RankFailed, run_ranks
 
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import diagnosis
 from moebius.distributed.process.diagnosis import (
     BlockedCollective,
@@ -21,9 +20,7 @@ from moebius.distributed.process.diagnosis import (
     RankReport,
     describe_blocked,
     find_blocked,
-    recorded_calls,
 )
-from moebius.distributed.process.process import start_process
 
 TIMEOUT_S = 1.0
 
@@ -32,8 +29,7 @@ def told(act, *args):
     """What a rank hears when it lives through `act(mesh)`: the error's text and after how long."""
     started = time.monotonic()
     try:
-        with start_process("cpu", timeout_s=TIMEOUT_S) as process:
-            mesh = build_mesh(plan_layout(MeshConfig(ep=2), process.world_size), process)
+        with meshed(ep=2, timeout_s=TIMEOUT_S) as (_, mesh):
             started = time.monotonic()
             act(mesh, *args)
     except CollectiveError as error:
@@ -199,31 +195,6 @@ def test_without_a_store_the_backends_own_error_remains():
     (text, _), _ = run_ranks(told_plainly, 2, timeout_s=20)
     assert text.startswith("RuntimeError: [")
     assert "Timed out waiting 1000ms" in text
-
-
-def records():
-    with start_process("cpu", timeout_s=5) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2), process.world_size), process)
-        for _ in range(40):
-            dist.all_reduce(torch.zeros(2, 3), group=mesh.ep_group)
-        dist.all_to_all_single(torch.zeros(2), torch.zeros(2), group=mesh.world_group)
-        return recorded_calls(), mesh.ep_group.group_name
-
-
-def test_the_record_tells_the_last_calls_of_each_group():
-    for calls, ep in run_ranks(records, 2):
-        mine = [call for call in calls if call.group == f"gloo:{ep}"]
-        assert [(call.number, call.operation) for call in mine] == [
-            (number, "all_reduce") for number in range(25, 41)
-        ]
-        assert mine[-1].sizes == ((2, 3),)
-        assert (calls[-1].description, calls[-1].operation, calls[-1].number) == (
-            "world",
-            "all_to_all",
-            1,
-        )
-        assert 0 <= calls[-1].age_s < 5
-        assert calls[-1].timeout_s == 5
 
 
 def call(number, *, group="g", operation="all_reduce", sizes=((4,),), age_s=0.0):

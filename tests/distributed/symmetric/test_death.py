@@ -9,23 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_scenes import EXPERTS, WIDTH, run_pass
-from torch import Tensor
+from dispatch_cases import EXPERTS, WIDTH, echo, run_pass
 from world import RankFailed, run_ranks
 
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.process.process import start_process
 from moebius.distributed.symmetric import outbox as outbox_module
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
-from moebius.model.routing import Routes, token_routes
+from moebius.model.routing import token_routes
 
 HOOK = Path(__file__).with_name("die_at_step.h")
 DIES = 2
-
-
-def answer(x: Tensor, routes: Routes) -> Tensor:
-    gated = x[routes.source_N] * routes.weight_N[:, None]
-    return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
 
 
 def three_passes(step: int) -> int:
@@ -46,7 +40,7 @@ def three_passes(step: int) -> int:
         routes = token_routes(experts, torch.ones(6, 3), num_experts=3 * EXPERTS)
         x = torch.randn(6, WIDTH, generator=generator, requires_grad=True)
         for _ in range(3):
-            run_pass(dispatcher, x, routes, answer).sum().backward()
+            run_pass(dispatcher, x, routes, echo).sum().backward()
         loaded = outbox_module.load_library()
         return ctypes.c_int.in_dll(loaded.handle, "moebius_steps").value
 
