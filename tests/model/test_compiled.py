@@ -4,22 +4,18 @@ import importlib.util
 import os
 import subprocess
 import sysconfig
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from family import VOCABULARY, make_uneven, tiny_model
+from family import gradients_of, make_uneven, some_tokens, tiny_model
 from pairwise import slow_but
-from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from moebius.model.execution.compiled import check_compiler, compile_dense_parts
 from moebius.model.execution.precision import forward_in
-from moebius.model.transformer import Transformer
-from moebius.train.loss import micro_batch_loss
 
 PROBE = """
 #include <Python.h>
@@ -70,14 +66,7 @@ def test_a_compiler_is_asked_for_where_there_is_none_and_only_there(cannot_compi
     )
 
 
-def gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-    rows = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(1))
-    model.before_step(0)
-    result = micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=4)
-    result.loss.backward()
-    return {"loss": result.loss.detach()} | {
-        n: p.grad for n, p in model.named_parameters() if p.grad is not None
-    }
+ROWS = some_tokens(4, 9, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +77,13 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
     """With a backend that makes no code, whose results have the same bits."""
     torch._dynamo.reset()
     counters.clear()
-    expected = gradients(make_uneven(tiny_model(name)), dtype)
+    expected = gradients_of(make_uneven(tiny_model(name)), dtype, ROWS)
     model = make_uneven(tiny_model(name))
     compile_dense_parts(model, backend="aot_eager")
     for mode in ("none", "selective", "full"):
         model.recompute_layers(mode)
         model.zero_grad()
-        for key, value in gradients(model, dtype).items():
+        for key, value in gradients_of(model, dtype, ROWS).items():
             torch.testing.assert_close(
                 value, expected[key], rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}"
             )
@@ -117,15 +106,14 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.slow  # half a minute of compiling
 def test_compiled_code_computes_the_same() -> None:
-    expected = gradients(
-        tiny_model("dense", {"num_layers": 2, "layers_per_group": 1}), torch.float32
-    )
-    model = tiny_model("dense", {"num_layers": 2, "layers_per_group": 1})
+    shape = {"num_layers": 2, "layers_per_group": 1}
+    expected = gradients_of(tiny_model("dense", shape), torch.float32, ROWS)
+    model = tiny_model("dense", shape)
     compile_dense_parts(model)
     for mode in ("none", "full"):
         model.recompute_layers(mode)
         model.zero_grad()
-        for key, value in gradients(model, torch.float32).items():
+        for key, value in gradients_of(model, torch.float32, ROWS).items():
             torch.testing.assert_close(
                 value, expected[key], rtol=1e-3, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
             )

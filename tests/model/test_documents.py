@@ -1,13 +1,20 @@
 """A document in a row with others is what it would be alone; padding is nowhere."""
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model, without_draws
+from family import (
+    NAMES,
+    gradients_of,
+    make_uneven,
+    some_tokens,
+    tiny_config,
+    tiny_model,
+    without_draws,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from parts import layers
@@ -16,10 +23,8 @@ from torch import Tensor
 from moebius.model.attention.base import DepthContext, LayerCache
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
-from moebius.model.execution.precision import forward_in
 from moebius.model.layers import rotary_table
 from moebius.model.transformer import ModelOutput, Transformer
-from moebius.train.loss import micro_batch_loss
 
 CPU = torch.device("cpu")
 # Two rows: documents that begin and end anywhere, one token long too; the second has padding.
@@ -44,7 +49,7 @@ POSITIONS = {
 
 
 def tokens(seed: int = 1) -> Tensor:
-    return torch.randint(VOCABULARY, IDS.shape, generator=torch.Generator().manual_seed(seed))
+    return some_tokens(*IDS.shape, seed=seed)
 
 
 def marked(ids_BS: Tensor = IDS, *, attention: bool = True, balance: bool = False) -> Documents:
@@ -273,19 +278,8 @@ def gradients(model: Transformer, dtype: torch.dtype = torch.float32) -> dict[st
     ids = torch.cat((IDS, IDS[:, -1:]), 1)
     rows = torch.cat((tokens(), tokens(2)[:, :1]), 1)
     mask = (ids[:, :-1] >= 0) & (ids[:, 1:] >= 0) & (rows[:, 1:] % 3 > 0)
-    model.before_step(0)
-    torch.manual_seed(0)
-    result = micro_batch_loss(
-        partial(forward_in, model, dtype),
-        rows,
-        global_sequences=2,
-        loss_mask_BS=mask,
-        global_targets=int(mask.sum()),
-        documents=marked(balance=True),
-    )
-    result.loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": result.loss.detach()} | found
+    options = {"loss_mask_BS": mask, "global_targets": int(mask.sum())}
+    return gradients_of(model, dtype, rows, documents=marked(balance=True), **options)
 
 
 @pytest.mark.parametrize("name", ["moeut", "sut", "deepseek", "switch", "mh_moe"])
@@ -345,15 +339,6 @@ def test_a_loss_over_documents_is_the_mean_of_their_own(name: str) -> None:
         assert found.regularisation_B[row] != 0
 
 
-def test_one_document_in_a_row_is_the_sequence_itself() -> None:
-    model = make_uneven(tiny_model("moeut", **EXACT))
-    ids = torch.zeros_like(IDS)
-    plain = training_pass(model, tokens())
-    found = training_pass(model, tokens(), marked(ids, balance=True))
-    torch.testing.assert_close(found.regularisation_B, plain.regularisation_B)
-    torch.testing.assert_close(found.logits_BSV, plain.logits_BSV)
-
-
 # Padding is a token of a mixture like any other, and one of the rows of which experts take a share.
 UNPADDED = [
     name
@@ -379,9 +364,7 @@ def test_padding_changes_nothing(name: str) -> None:
         changes["feed_forward.router." + DRAWS[name][0]] = DRAWS[name][1]
     sequences = config.group_sequences
     model = make_uneven(tiny_model(name, changes, **EXACT))
-    rows = torch.randint(
-        VOCABULARY, (max(2, sequences), 9), generator=torch.Generator().manual_seed(6)
-    )
+    rows = some_tokens(max(2, sequences), 9, seed=6)
     padded = torch.cat((rows, torch.full((len(rows), 3), 5)), 1)
     ids = torch.zeros_like(padded)
     ids[:, 9:] = -1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from family import NAMES, VOCABULARY, make_uneven, some_tokens, tiny_config, tiny_model
 from pairwise import slow_but
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from moebius.model.routers.router import RouterConfig
 from moebius.model.transformer import ModelOutput, Transformer
 
 SEQUENCES, POSITIONS = 16, 6
+TOKENS = some_tokens(SEQUENCES, POSITIONS, seed=3)
 
 
 @dataclass
@@ -37,18 +38,18 @@ def run(model: Transformer, tokens: Tensor, *, seed: int = 0) -> ModelOutput:
         return model(tokens)
 
 
-def measure(model: Transformer, tokens: Tensor) -> Leaks:
+def measure(model: Transformer) -> Leaks:
     """Temporal leak: every cut, since a cut on a border of groups would miss a leak inside them."""
     generator, leaks = torch.Generator().manual_seed(7), Leaks()
-    before = run(model, tokens).logits_BSV
+    before = run(model, TOKENS).logits_BSV
     for cut in range(1, POSITIONS):
-        other = torch.randint(VOCABULARY, tokens.shape, generator=generator)
-        changed = torch.cat((tokens[:, :cut], other[:, cut:]), 1)
+        other = torch.randint(VOCABULARY, TOKENS.shape, generator=generator)
+        changed = torch.cat((TOKENS[:, :cut], other[:, cut:]), 1)
         leaks.past = max(
             leaks.past, difference(run(model, changed).logits_BSV, before, slice(None), slice(cut))
         )
         for sequence in (0, SEQUENCES - 1):
-            one = tokens.clone()
+            one = TOKENS.clone()
             one[sequence, cut:] = other[sequence, cut:]
             after = run(model, one).logits_BSV
             rest = [index for index in range(SEQUENCES) if index != sequence]
@@ -68,15 +69,13 @@ def states(name: str, *, common: float) -> Iterator[Transformer]:
         yield model.eval()
 
 
-def largest(name: str, tokens: Tensor) -> tuple[float, float, float]:
+def largest(name: str) -> tuple[float, float, float]:
     """Leaks in training and evaluation, with rows that have much and rows that have little in
     common.
 
     A capacity that one position exhausts hides later ones, one that nobody exhausts hides all.
     """
-    leaks = [
-        measure(model, tokens) for common in (3.0, 0.3) for model in states(name, common=common)
-    ]
+    leaks = [measure(model) for common in (3.0, 0.3) for model in states(name, common=common)]
     return (
         max(leak.past for leak in leaks),
         max(leak.own_past for leak in leaks),
@@ -106,18 +105,15 @@ def draws_for_every_row(config: ModelConfig) -> bool:
 )
 def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
     """Unless it has a capacity, which is a share of the rows there are."""
-    tokens = torch.randint(
-        VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3)
-    )
     config = tiny_config(name)
     changes = []
     for model in states(name, common=3.0):
         if model.training and getattr(router_of(config), "expert_dropout", 0):
             continue
-        whole = run(model, tokens).logits_BSV
+        whole = run(model, TOKENS).logits_BSV
         changes += [
             difference(
-                run(model, tokens[:, :cut]).logits_BSV, whole[:, :cut], slice(None), slice(None)
+                run(model, TOKENS[:, :cut]).logits_BSV, whole[:, :cut], slice(None), slice(None)
             )
             for cut in (1, 4)
         ]
@@ -136,15 +132,12 @@ UNLIKE_TRAINING = [
 def test_promises_of_evaluation_alone_are_kept_there(name: str) -> None:
     """GShard refuses rows in training only: there it reads the future, here it does not."""
     promises = tiny_config(name).evaluation_promises
-    tokens = torch.randint(
-        VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3)
-    )
     for common in (3.0, 0.3):
         model = make_uneven(tiny_model(name, dtype=torch.float64), common=common).eval()
-        leaks = measure(model, tokens)
+        leaks = measure(model)
         assert (max(leaks.past, leaks.own_past) == 0.0) or not promises.causal
         assert (leaks.others == 0.0) == promises.batch_invariant
-        for load in run(model, tokens).loads.values():
+        for load in run(model, TOKENS).loads.values():
             served_in_full = torch.equal(load.load_LN.sum(1), load.wanted_L)
             assert served_in_full or not promises.dropless
 
@@ -161,16 +154,13 @@ def test_gshard_promises_more_in_evaluation() -> None:
 )
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
     promises = tiny_config(name).promises
-    tokens = torch.randint(
-        VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3)
-    )
-    past, own_past, others = largest(name, tokens)
+    past, own_past, others = largest(name)
     if promises.causal:
         assert past == own_past == 0.0
     else:
         assert past > 1e-9
     assert (others == 0.0) == promises.batch_invariant
-    outputs = [run(model, tokens) for model in states(name, common=3.0)]
+    outputs = [run(model, TOKENS) for model in states(name, common=3.0)]
     loads = [load for output in outputs for load in output.loads.values()]
     if not loads:
         assert promises.balanced

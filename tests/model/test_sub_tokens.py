@@ -1,6 +1,4 @@
-"""Multi-Head MoE: what is split comes together again in the same order, whatever router stands in
-between.
-"""
+"""Multi-Head MoE: what is split comes together again in the same order."""
 
 from typing import Any
 
@@ -8,15 +6,10 @@ import pytest
 import torch
 from sparse_layer import make_layer, rows
 from torch import Tensor
-from world import run_ranks
 
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.parallelize import build_model, expert_names
-from moebius.distributed.process.process import start_process
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
-from moebius.model.initialise import draw, initialise
+from moebius.model.initialise import draw
 from moebius.model.transformer import Transformer
 
 # Gates that add up to 1, so that identical answers add up to that answer.
@@ -29,12 +22,6 @@ NORMALISED: dict[str, dict[str, Any]] = {
         "kept_groups": 1,
         "renormalise": True,
     },
-}
-ROUTERS = NORMALISED | {
-    "sigmoid": {"kind": "sigmoid", "top_k": 2},
-    "cosine": {"kind": "cosine", "top_k": 1},
-    "mixture_of_tokens": {"kind": "mixture_of_tokens", "sequences_per_group": 4},
-    "expert_choice": {"kind": "expert_choice", "sequences_per_group": 4, "mean_experts": 1.5},
 }
 
 
@@ -156,81 +143,3 @@ def test_head_and_merge_start_as_published() -> None:
         assert 0.95 * bound < value.abs().max() <= bound
         assert value.std() == pytest.approx(bound / 3**0.5, rel=0.2 if "bias" in name else 0.02)
     assert [value.abs().max() for value in values.values()] == [0]
-
-
-# Expert parallelism -------------------------------------------------------------------------------------------------
-
-BATCH, LENGTH = 4, 6
-
-
-def config_of(router: str) -> ModelConfig:
-    return ModelConfig.from_dotted(
-        {
-            "vocab_size": 31,
-            "d_model": 24,
-            "num_layers": 2,
-            "layers_per_group": 2,
-            "attention.num_heads": 2,
-            "attention.d_head": 12,
-            "norm": "pre",
-            "attention.kind": "dense",
-            "feed_forward.num_experts": 6,
-            "feed_forward.d_expert": 10,
-            "feed_forward.sub_tokens": 3,
-            "feed_forward.router": ROUTERS[router],
-        }
-    )
-
-
-def tokens_of(rank: int) -> Tensor:
-    return torch.randint(31, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
-
-
-def logits_and_gradients(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    model.before_step(0)
-    logits_BSV = model(tokens_BS).logits_BSV
-    logits_BSV.square().sum().backward()
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
-    }
-    return logits_BSV.detach(), gradients
-
-
-def on_ranks(routers: tuple[str, ...]) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """This rank's logits, and the gradients of its experts."""
-    with start_process("cpu", timeout_s=30) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
-        found = {}
-        for router in routers:
-            model = build_model(
-                config_of(router),
-                mesh,
-                dispatcher="alltoall",
-                backend="auto",
-                seed=0,
-                device=process.device,
-            )
-            logits_BSV, gradients = logits_and_gradients(model, tokens_of(process.rank))
-            found[router] = logits_BSV, {name: gradients[name] for name in expert_names(model)}
-        return found
-
-
-def test_two_ranks_share_the_experts_of_sub_tokens() -> None:
-    """Any router inside: logits are those of one process, and an expert's gradient is the sum of
-    what both ranks sent it.
-    """
-    on_two = run_ranks(on_ranks, 2, tuple(ROUTERS))
-    for router in ROUTERS:
-        gradients = []
-        for rank in range(2):
-            model = Transformer(config_of(router))
-            initialise(model, 0)
-            logits_BSV, own = logits_and_gradients(model, tokens_of(rank))
-            torch.testing.assert_close(on_two[rank][router][0], logits_BSV, rtol=0, atol=1e-5)
-            gradients.append(own)
-        for name in on_two[0][router][1]:
-            blocks = torch.cat([on_two[rank][router][1][name] for rank in range(2)])
-            torch.testing.assert_close(
-                blocks, gradients[0][name] + gradients[1][name], rtol=1e-4, atol=1e-5
-            )

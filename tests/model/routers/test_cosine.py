@@ -3,24 +3,18 @@ and the rank of its gradient.
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from parts import layers
 from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slow_layer
 from torch import Tensor
 
 from moebius.model.balance import RunningSum
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise, normal
 from moebius.model.routers.cosine import CosineConfig, CosineRouter, finite
 from moebius.model.routers.router import ChoiceRouter
 from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
-from moebius.model.transformer import Transformer
 
 
 def make_router(num_experts: int = 8, d_row: int = 16, seed: int = 0, **fields: Any) -> Any:
@@ -207,55 +201,6 @@ def test_released_gates_force_a_random_second_expert_in_training() -> None:
     assert len(router.eval()(x_TD, batch_size=8).routes.expert_N) == 2 * len(x_TD)
     assert not router.config.promises.dropless
     assert make_router(top_k=2).config.promises.dropless
-
-
-@pytest.mark.parametrize("behaviour", ["paper", "torchscale"])
-def test_it_trains_in_both_precisions_repeats_its_layers_and_comes_back_from_a_state(
-    behaviour: str,
-) -> None:
-    """The rescaling happens outside the forward pass, so no repeat changes what an earlier one
-    keeps for its gradient.
-    """
-    config = ModelConfig(
-        vocab_size=50,
-        d_model=16,
-        num_layers=4,
-        layers_per_group=1,
-        attention=SwitchHeadConfig(num_heads=2, d_head=8),
-        feed_forward=ExpertsConfig(
-            num_experts=8,
-            d_expert=4,
-            router=CosineConfig(
-                top_k=2, behaviour=cast(Any, behaviour), capacity_factor=2.0, z_loss=0.001
-            ),
-        ),
-    )
-    model = Transformer(config)
-    initialise(model, 0)
-    tokens_BS = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    router: Any = layers(model)[0].feed_forward.router
-    for step, precision in enumerate((torch.float32, torch.bfloat16, torch.float32)):
-        model.before_step(step)
-        if behaviour == "torchscale":
-            torch.testing.assert_close(router.expert_embedding.norm(dim=1), torch.full((8,), 1.5))
-        torch.manual_seed(step)
-        output = forward_in(model, precision, tokens_BS)
-        optimizer.zero_grad()
-        (output.logits_BSV.float().square().mean() + output.regularisation_B.sum()).backward()
-        for name, parameter in router.named_parameters():
-            assert parameter.dtype == torch.float32, name
-            assert parameter.grad.isfinite().all(), name
-            assert parameter.grad.abs().max() > 0, name
-        optimizer.step()
-    again = Transformer(config)
-    again.load_state_dict(model.state_dict())
-    model.before_step(3)
-    again.before_step(3)
-    found = [one.eval()(tokens_BS).logits_BSV for one in (model, again)]
-    assert torch.equal(*found)
-    with torch.device("meta"):
-        assert Transformer(config)(tokens_BS.to("meta")).logits_BSV.shape == (3, 7, 50)
 
 
 def test_low_precision_rows_are_judged_in_float32() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from family import some_tokens
 from parts import layers
 from routing_oracle import assert_same
 from sparse_layer import make_layer, make_model, rows, temporal_leak
@@ -92,9 +93,7 @@ def test_the_load_is_reported_even() -> None:
 
 def test_flat_choice_reads_the_future_and_grouped_choice_does_not() -> None:
     x_BSD, other_BSD = rows(8, 6), rows(8, 6, seed=1)
-    tokens_BS, other_BS = (
-        torch.randint(31, (8, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
-    )
+    tokens_BS, other_BS = (some_tokens(8, 6, seed=n, vocabulary=31) for n in (1, 2))
     for router, causal in ((GROUPED, True), (FLAT, False)):
         layer, model = make_layer(router), make_model(router)
         with torch.no_grad():

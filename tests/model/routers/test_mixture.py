@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family import some_tokens
 from parts import layers
 from routing_oracle import assert_same
 from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
@@ -175,9 +176,7 @@ def test_no_position_reads_a_later_one() -> None:
     its groups sees nothing.
     """
     x_BSD, other_BSD = rows(8, 12), rows(8, 12, seed=1)
-    tokens_BS, other_BS = (
-        torch.randint(31, (8, 12), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
-    )
+    tokens_BS, other_BS = (some_tokens(8, 12, seed=n, vocabulary=31) for n in (1, 2))
     for options, causal in (
         ({}, True),
         ({"sequences_per_group": 8}, True),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from family import some_tokens
 from parts import layers
 from routing_oracle import assert_same
 from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
@@ -80,9 +81,7 @@ def test_a_slot_for_every_token_makes_it_one_hot() -> None:
 def test_it_reads_its_own_future_and_no_other_sequence() -> None:
     x_BSD, other_BSD = rows(4, 6), rows(4, 6, seed=1)
     layer, model = make_layer(SOFT), make_model(SOFT)
-    tokens_BS, other_BS = (
-        torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
-    )
+    tokens_BS, other_BS = (some_tokens(4, 6, seed=n, vocabulary=31) for n in (1, 2))
     with torch.no_grad():
         assert temporal_leak(lambda x: layer(x, x)[0], x_BSD, other_BSD, range(1, 6)) > 1e-3
         assert temporal_leak(lambda x: model(x).logits_BSV, tokens_BS, other_BS, range(1, 6)) > 1e-6

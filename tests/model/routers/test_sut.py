@@ -15,7 +15,6 @@ from parts import layers
 from pydantic import ValidationError
 from torch import Tensor
 
-from moebius.distributed.parallelize import expert_names
 from moebius.model.balance import RunningSum
 from moebius.model.config.attention_config import MoMHAConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
@@ -408,14 +407,6 @@ def test_matrices_are_cast_and_routers_and_gate_are_not() -> None:
     assert 0 < error < 0.1
 
 
-def test_it_runs_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = Transformer(config({"halting": HALTING, "attention.sampled": 1}))
-        output = model(torch.zeros(2, 6, dtype=torch.int64))
-    assert output.logits_BSV.shape == (2, 6, 31)
-    (output.logits_BSV.sum() + output.regularisation_B.sum()).backward()
-
-
 def test_parameters_start_as_published() -> None:
     model = Transformer(config({"halting": HALTING}))
     d, expert, width = 12, 6, 6
@@ -445,15 +436,6 @@ def test_parameters_start_as_published() -> None:
         drawn = torch.stack([draw(name, parameters[name], seed) for seed in range(30)])
         assert bound * 0.95 <= drawn.abs().max() <= bound * (1 + 1e-6), name
         assert drawn.std() == pytest.approx(bound / math.sqrt(3), rel=0.1), name
-
-
-def test_all_experts_and_their_biases_are_sharded() -> None:
-    names = {
-        name.removeprefix("group.0.")
-        for name in expert_names(Transformer(config({"halting": HALTING})))
-    }
-    mlp = {f"feed_forward.sparse.experts.{part}" for part in ("w_up", "w_down", "b_up", "b_down")}
-    assert names == mlp | {"attention.query.experts.weight", "attention.output.experts.weight"}
 
 
 @pytest.mark.parametrize(
