@@ -1,7 +1,7 @@
 """Traces whole training steps of any run on a GPU that is not there, on one rank of a world that is
 not there either.
 
-    (given `cases` as JSON on the standard input, in a process that device.py starts)
+    (given `cases` as JSON on the standard input, in a process that test_step.py starts)
     python tests/fake_cuda/traced_step.py
 
 Everything is as in a run (train/loop.py), but that tensors have no values: forward, backward, the
@@ -12,10 +12,9 @@ counted. Streams are stood for by objects that do nothing.
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from unittest import mock
@@ -24,15 +23,21 @@ import numpy as np
 import torch
 import torch._dynamo  # before the patches: it looks at what torch.cuda has
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from watch import Watch, watched
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
 
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.distributed import parallelize
 from moebius.distributed.dispatch import alltoall, expert_map
+from moebius.distributed.dispatch.allgather import AllGatherDispatcher
+from moebius.distributed.dispatch.exchange import Counters
 from moebius.distributed.dispatch.table import needs_nodes
 from moebius.distributed.mesh import Mesh
 from moebius.distributed.process.process import Process
@@ -46,6 +51,9 @@ from moebius.train.loop import Run, step
 from moebius.train.run import assemble
 
 DEVICE = torch.device("cuda", 0)
+ROOT = str(Path(__file__).parents[2])
+_SIZED_BY_VALUES = ("nonzero", "masked_select", "unique", "_unique2", "bincount")
+NORM = 2.0  # of the gradient, for whoever reads it: it must be clipped
 
 
 class Case(NamedTuple):
@@ -173,6 +181,179 @@ def _forget_tables() -> None:
                 value.cache_clear()
 
 
+# What a step does on the device ---------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Counts `reads` by (what, where) while it is entered: values that the host waits for.
+
+    Custom operators are taken apart, and what they return is compared with what they promise to
+    tracers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[tuple[str, str]] = Counter()
+        self.wrong: list[str] = []  # what is not as it must be
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks where a tensor is
+            return func(*args, **kwargs)
+        if func.namespace == "moebius":
+            return self._taken_apart(func, args, kwargs)
+        name = func.__name__.split(".")[0]
+        where = _launched_at()
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        on_device = [each for each in given if each.is_cuda]
+        if name == "_local_scalar_dense":  # a value of the host has none here either
+            if on_device:
+                self.reads["item", where] += 1
+            return _pretended(args[0])
+        if name in _SIZED_BY_VALUES and on_device:
+            self.reads[name, where] += 1
+            return _as_long_as_it_can_be(name, args)
+        if name == "index" and any(_is_mask(each) for each in args[1]):
+            self.reads["index by a mask", where] += 1
+            everywhere = [
+                torch.arange(len(i), device=i.device) if _is_mask(i) else i for i in args[1]
+            ]
+            return func(args[0], everywhere)
+        result = func(*args, **kwargs)
+        if name in ("_to_copy", "copy_") and given[-1].is_cuda:
+            copies = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            if not copies[0].is_cuda:
+                self.reads["copy to the host", where] += 1
+        return result
+
+    def kernel(self, name: str, tensors: list[Tensor]) -> None:
+        """Checks a launch of Triton's, whose tensors must be on the device."""
+        if not all(each.is_cuda for each in tensors):
+            self.wrong.append(
+                f"{name} at {_launched_at()}: {[str(each.device) for each in tensors]}"
+            )
+
+    def _taken_apart(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        promised = func(*args, **kwargs)
+        with self:
+            result = OPDEFS[func.name().rsplit(".", 1)[0]]._init_fn(*args, **kwargs)
+        for one, other in zip(tree_leaves(promised), tree_leaves(result), strict=True):
+            if isinstance(one, Tensor) and _form(one) != _form(other):
+                self.wrong.append(f"{func.name()} promises {_form(one)} and returns {_form(other)}")
+        return result
+
+
+@contextmanager
+def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
+    """Watches what is done under a `FakeTensorMode`, Triton's launches included.
+
+    `num_parts`: among so many ranks, or nodes, a layer's routes are shared evenly, for whoever reads
+    how many go where. `rest`: what is read of a list behind its first number, which is `NORM`: of a
+    step the flags, which nobody has set.
+    """
+    watch = Watch()
+    begin_pass, share = Counters.begin_pass, [1]
+
+    def begin(self: Counters, num_routes: int, *, recomputed: bool) -> None:
+        share[0] = num_routes // num_parts
+        begin_pass(self, num_routes, recomputed=recomputed)
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        del warmup
+        assert all(size > 0 for size in grid), f"{kernel.__name__}: {grid}"
+        watch.kernel(
+            kernel.__name__,
+            [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)],
+        )
+
+    def counts(self: Counters, values: Tensor) -> Any:
+        watch.reads["counts", _launched_at()] += 1
+        return _filled(values.shape, share[0])
+
+    def all_sizes(self: Any, x_UD: Tensor, routes: Any, rank_N: Tensor) -> list[list[int]]:
+        watch.reads["counts", "allgather"] += 1
+        shares = [share[0]] * num_parts
+        return [[len(x_UD), routes.num_targets, len(rank_N), *shares]] * num_parts
+
+    def to_list(values: Tensor) -> Any:
+        if values.is_cuda:
+            watch.reads["tolist", _launched_at()] += 1
+        if values.dim() == 1:
+            return [NORM] + [rest] * (values.numel() - 1)
+        return _filled(values.shape, 1)
+
+    with (
+        mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(Counters, "begin_pass", begin),
+        mock.patch.object(Counters, "read", counts),
+        mock.patch.object(AllGatherDispatcher, "_sizes", all_sizes),
+        mock.patch.object(FakeTensor, "tolist", to_list),
+        mock.patch.object(FakeTensor, "data_ptr", return_value=0, create=True),
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        mock.patch.object(torch.cuda, "device_of", return_value=nullcontext()),
+        watch,
+    ):
+        yield watch
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Stands for torch's choice of a kernel, which it makes by asking the device."""
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    return fused(q, k, v, bias, True, 0.0, is_causal, scale=scale)[0]
+
+
+def _launched_at() -> str:
+    """Returns FILE:FUNCTION of the innermost frame of the library; "" where torch's own node runs."""
+    frame = sys._getframe(1)
+    beside = tuple(f"{ROOT}/{name}" for name in ("tests", ".venv"))
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and not file.startswith(beside):
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _pretended(scalar: Tensor) -> Any:
+    """A value for whoever reads one: so that loops end, and shapes are not empty."""
+    return {True: 1.0, False: 1}[scalar.is_floating_point()]
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.is_cuda and index.dtype == torch.bool
+
+
+def _filled(shape: torch.Size, value: int) -> Any:
+    return [_filled(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _as_long_as_it_can_be(name: str, args: tuple) -> Tensor:
+    given = args[0]
+    if name == "nonzero":
+        return given.new_empty(given.numel(), given.dim(), dtype=torch.int64)
+    raise NotImplementedError(f"{name} of {_form(given)}: say here how long its result can be")
+
+
+# The trace -------------------------------------------------------------------------------------------
+
+
 def trace(case: Case) -> tuple[Watch, Watch]:
     """Returns what a step did, and what an evaluation did."""
     config = Config.model_validate(case.config)
@@ -217,26 +398,19 @@ def _trace_evaluation(run: Run, parts: int) -> Watch:
 def main() -> None:
     """Traces the cases of the standard input, and prints a line of JSON for each."""
     for words in json.load(sys.stdin):
-        case, began_s = Case(**words), time.perf_counter()
+        case = Case(**words)
         try:
             traced = trace(case)
         except Exception as error:
             error.add_note(f"while {case.name} was traced")
             raise
         found = dict(zip(("step", "evaluation"), map(_figures, traced), strict=True))
-        seconds = round(time.perf_counter() - began_s, 2)
-        print(json.dumps({"name": case.name, "seconds": seconds, **found}), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 def _figures(watch: Watch) -> dict[str, Any]:
-    def rows(counter: Counter[tuple[str, str]]) -> list[list[Any]]:
-        return [[*key, number] for key, number in counter.most_common()]
-
-    return {
-        "reads": rows(watch.reads),
-        "uploads": rows(watch.uploads),
-        "wrong": watch.wrong,
-    }
+    reads = [[*key, number] for key, number in watch.reads.most_common()]
+    return {"reads": reads, "wrong": watch.wrong}
 
 
 if __name__ == "__main__":

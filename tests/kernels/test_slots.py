@@ -49,19 +49,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(("backend", "dtype"), KINDS)
 def test_an_experts_bits_do_not_depend_on_its_slot(backend: str, dtype: torch.dtype) -> None:
     """Values and all gradients, for odd widths and small ones, three ranks against one."""
-    for place, (d_in, d_hidden) in enumerate(itertools.product(WIDTHS, WIDTHS)):
-        generator = torch.Generator().manual_seed(place)
-        operation, weights = an_operation(place, d_in, d_hidden, generator)
-        weights = [w.to(dtype) for w in weights]
-        widths = d_in, weights[min(1, len(weights) - 1)].shape[2]
-        x, grad = (torch.randn(TOKENS, w, generator=generator).to(dtype) for w in widths)
-        expert_of = torch.randint(0, EXPERTS, (TOKENS,), generator=generator)
-        whole = on_a_rank(operation, x, weights, grad, expert_of, (0, EXPERTS), backend)
+    for widths, (operation, *given, expert_of) in drawn(dtype):
+        whole = on_a_rank(operation, *given, expert_of, (0, EXPERTS), backend)
         for slots in RANKS:
-            some = on_a_rank(operation, x, weights, grad, expert_of, slots, backend)
+            some = on_a_rank(operation, *given, expert_of, slots, backend)
             for mine, theirs in zip(some, whole, strict=True):
                 same = torch.equal(mine, of_a_rank(theirs, expert_of, slots))
-                assert same, (d_in, d_hidden, operation, slots)
+                assert same, (widths, operation, slots)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), KINDS[:2])
@@ -76,30 +70,31 @@ def test_rows_of_odd_widths_begin_at_multiples_of_16_bytes(
         return product(left, right, **named)
 
     monkeypatch.setattr(torch, "mm", recorded)
-    for place, (d_in, d_hidden) in enumerate(itertools.product(WIDTHS, WIDTHS)):
-        generator = torch.Generator().manual_seed(place)
-        operation, weights = an_operation(place, d_in, d_hidden, generator)
-        x = torch.randn(TOKENS, d_in, generator=generator).to(dtype)
-        expert_of = torch.randint(0, EXPERTS, (TOKENS,), generator=generator)
-        weights = [w.to(dtype) for w in weights]
-        grad = torch.ones(TOKENS, weights[min(1, len(weights) - 1)].shape[2], dtype=dtype)
-        on_a_rank(operation, x, weights, grad, expert_of, (0, EXPERTS), backend)
+    for _, given in drawn(dtype):
+        on_a_rank(*given, (0, EXPERTS), backend)
     assert rows_read
     for rows in rows_read:
         assert rows.data_ptr() % 16 == 0
         assert rows.stride(0) * rows.element_size() % 16 == 0
 
 
-def an_operation(
-    place: int, d_in: int, d_hidden: int, generator: torch.Generator
-) -> tuple[Operation, list[Tensor]]:
-    """Perceptrons and matrices in turn."""
-    kinds = ("relu", "geglu", "linear")
-    kind = kinds[place % len(kinds)]
-    if kind == "linear":
-        return routed_linear, [torch.randn(EXPERTS, d_in, d_hidden, generator=generator)]
-    operation = Perceptrons(kind, BIASES["both biases"])
-    return operation, operation.weights(Case(TOKENS, d_in, d_hidden, EXPERTS, 1), generator)
+def drawn(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], tuple]]:
+    """Perceptrons and matrices in turn, of odd widths and small ones: operation, rows, weights,
+    gradient, and every row's expert.
+    """
+    kinds = itertools.cycle(("relu", "geglu", "linear"))
+    for place, (d_in, d_hidden) in enumerate(itertools.product(WIDTHS, WIDTHS)):
+        kind, generator = next(kinds), torch.Generator().manual_seed(place)
+        operation: Operation = routed_linear
+        weights = [torch.randn(EXPERTS, d_in, d_hidden, generator=generator)]
+        if kind != "linear":
+            operation = perceptrons = Perceptrons(kind, BIASES["both biases"])
+            weights = perceptrons.weights(Case(TOKENS, d_in, d_hidden, EXPERTS, 1), generator)
+        weights = [w.to(dtype) for w in weights]
+        widths = d_in, weights[min(1, len(weights) - 1)].shape[2]
+        x, grad = (torch.randn(TOKENS, w, generator=generator).to(dtype) for w in widths)
+        expert_of = torch.randint(0, EXPERTS, (TOKENS,), generator=generator)
+        yield (d_in, d_hidden), (operation, x, weights, grad, expert_of)
 
 
 def on_a_rank(

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_model
 import torch
 import torch.distributed as dist
 from bytes_run import prepare_bytes
 from parts import make_config
-from small_model import MODEL
 from world import run_ranks
 
 from moebius.cli.main import main
@@ -31,6 +31,9 @@ SMALL = (
     *("model.vocab_size=300", "prepare.vocab_size=300"),
 )
 FEW = (*SMALL, "--ep", "2", "--tokens-per-rank", "4")
+MODEL = small_model.MODEL.changed(
+    {"d_model": 16, "attention.d_head": 8, "feed_forward.d_expert": 8}
+)
 
 
 def result(moebius: Command, *words: object) -> dict[str, Any]:

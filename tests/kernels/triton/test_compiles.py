@@ -7,39 +7,300 @@ that overlap with computation, and no atomics in deterministic kernels. Speed ne
 
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton_compiling import (  # noqa: E402
-    CHIPS,
-    NORM_WIDTHS,
-    PRODUCTS,
-    Launch,
-    Recorded,
-    call_norms,
-    call_routers,
-    calls,
-    compiled,
-    kind_of,
-    recorded,
-    resources,
-)
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
+from moebius.kernels.calls import Deferred, Into, LinearCall, MLPCall  # noqa: E402
+from moebius.kernels.fused.norm import WIDEST  # noqa: E402
+from moebius.kernels.fused.router import MOST_EXPERTS  # noqa: E402
+from moebius.kernels.reference import columns_of  # noqa: E402
+from moebius.kernels.triton import backend, router, router_gradients, weight_gradients  # noqa: E402
+from moebius.kernels.triton import norm as norms  # noqa: E402
 from moebius.kernels.triton import rotary as rotations  # noqa: E402
-from moebius.kernels.triton import router, router_gradients  # noqa: E402
 from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402
 from moebius.kernels.triton.routing import sort_routes, tile_table  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BF16, FP32 = torch.bfloat16, torch.float32
+KERNELS = backend.TritonKernels()
+PRODUCTS = {
+    "gathered_activation",
+    "gathered_gate",
+    "gathered_hidden_gradient",
+    "gathered_input_gradient",
+    "rows_product",
+    "ragged_product",
+    "route",
+    "row_gradient",
+    "weight_gradient",
+}
+POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one block may have, and what the instructions of its tensor cores are called."""
+
+    shared_kib: int
+    products: str
+    stack: int = 0  # bytes that may be spilled: for two chips ptxas spills a register or two
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is one of AMD's."""
+        return "mfma" in self.products
+
+
+CHIPS = {
+    "sm_80": Chip(163, "mma.sync"),
+    "sm_89": Chip(99, "mma.sync"),
+    "sm_90": Chip(227, "wgmma.mma_async"),
+    "sm_100": Chip(227, "tcgen05.mma", stack=8),
+    "sm_120": Chip(99, "mma.sync", stack=8),
+    "gfx942": Chip(64, "v_mfma"),
+    "gfx950": Chip(160, "v_mfma"),
+}
+LOADS = ("many", "few")
+TOKENS_AND_EXPERTS = {"many": (4096, 16), "few": (1024, 128), "one": (1, 1)}  # 16 routes per token
+NORM_WIDTHS = (412, 1024, WIDEST)
+Launch = tuple[Any, tuple, dict[str, Any]]
+
+
+@dataclass
+class Recorded:
+    """What calls of the backend would have launched, and which tiles of the table they took."""
+
+    launches: list[Launch] = field(default_factory=list)
+    used: set[tuple[str, str, str]] = field(default_factory=set)
+
+    def choose(self, kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> Any:
+        """Stands for the table."""
+        self.used.add(triton_tiles.entry_of(kernel, dtype, num_rows, num_experts))
+        return triton_tiles.choose(kernel, dtype, num_rows, num_experts)
+
+
+@contextmanager
+def recorded() -> Iterator[Recorded]:
+    """Writes launches down instead of making them; nothing runs."""
+    found = Recorded()
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        found.launches.append((kernel, args, constants))
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(JITFunction, "run", note))
+        for module in (backend, weight_gradients):
+            patches.enter_context(patch.object(module, "choose", found.choose))
+        yield found
+
+
+# What is called -----------------------------------------------------------------------------------
+
+
+def make_routes(load: str) -> dict[str, Any]:
+    """The fields of a list of routes."""
+    tokens, experts = TOKENS_AND_EXPERTS[load]
+    order_N = torch.empty(16 * tokens, dtype=torch.int32)
+    sizes = {"num_targets": tokens, "per_source": 16, "per_target": 16, "per_expert": 0}
+    return sizes | {
+        "weight_N": torch.empty(16 * tokens),
+        "order_N": order_N,
+        "place_N": order_N,
+        "starts_E1": torch.empty(experts + 1, dtype=torch.int32),
+        "source_N": None,
+        "target_N": None,
+        "backend": "triton",
+        "number": 0,
+    }
+
+
+def call_mlp(
+    load: str,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    activation: str = "relu",
+    *,
+    biased: bool = False,
+    deferred: bool = False,
+) -> None:
+    """Forward and backward of perceptrons."""
+    (tokens, experts), (width, hidden) = TOKENS_AND_EXPERTS[load], widths
+    new, columns = partial(torch.empty, dtype=dtype), columns_of(hidden, activation)
+    call = MLPCall(
+        **make_routes(load),
+        x_UD=new(tokens, width),
+        w_up_EDW=new(experts, width, columns),
+        w_down_EFO=new(experts, hidden, width),
+        b_up_EW=new(experts, columns) if biased else None,
+        b_down_EO=new(experts, width) if biased else None,
+        activation=activation,
+    )
+    _, saved = KERNELS.mlp_forward(call)
+    grad_TO = torch.empty_like(call.x_UD)
+    if deferred:
+        found = KERNELS.mlp_backward_rows(call, grad_TO, saved)
+        KERNELS.mlp_weight_gradients([Deferred(call, grad_TO, saved, found.z_NW)] * 2)
+    else:
+        into = Into([call.w_up_EDW, call.w_down_EFO])
+        KERNELS.mlp_backward(call, grad_TO, saved, into)
+
+
+def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Forward and backward of matrices."""
+    (tokens, experts), new = TOKENS_AND_EXPERTS[load], partial(torch.empty, dtype=dtype)
+    w_EDO = new(experts, *widths)
+    call = LinearCall(**make_routes(load), x_UD=new(tokens, widths[0]), w_EDO=w_EDO)
+    _, saved = KERNELS.linear_forward(call)
+    KERNELS.linear_backward(call, new(tokens, widths[1]), saved, Into([w_EDO]))
+
+
+def calls() -> Iterator[tuple[Callable[[], None], bool]]:
+    """Calls of the backend, which together launch every kernel with every tile; and which are exact."""
+    for load in LOADS:
+        for activation in ("relu", "gelu", "swiglu"):
+            biased = activation == "gelu"
+            yield partial(call_mlp, load, (1024, 128), BF16, activation, biased=biased), False
+            call = partial(call_mlp, load, (1024, 128), FP32, activation, deferred=True)
+            yield call, True
+        yield partial(call_mlp, load, (1024, 128), BF16, "swiglu", deferred=True), False
+        yield partial(call_mlp, load, (412, 128), BF16), False
+        yield partial(call_mlp, load, (1024, 82), FP32), True
+        for widths in ((1024, 128), (128, 1024), (412, 82), (82, 412)):
+            yield partial(call_linear, load, widths, BF16), False
+        for widths in ((1024, 128), (128, 1024)):
+            yield partial(call_linear, load, widths, FP32), True
+    # Whether there are tensor cores for tiny widths is all the same.
+    for activation in ("relu", "swiglu"):
+        yield partial(call_mlp, "one", (5, 3), BF16, activation, biased=True), True
+    for widths in ((3, 5), (5, 3)):
+        yield partial(call_linear, "one", widths, BF16), True
+
+
+def call_routers() -> None:
+    """Routers of the feed-forward's experts and of V and O, the widest, and one that is given.
+
+    Backward with gradients of the logits, of the gates, and of both; some need not be made.
+    """
+    for tokens, width, heads, per_head, top_k, gate in (
+        (16384, 1024, 1, 387, 16, "sigmoid"),
+        (16384, 1024, 4, 10, 2, "sigmoid"),
+        (4096, 412, 1, 155, 12, "softmax"),
+        (16384, 1536, 1, MOST_EXPERTS, 24, "softmax_of_chosen"),
+    ):
+        x, w = torch.empty(tokens, width), torch.empty(heads * per_head, width)
+        given: dict[str, Any] = {"top_k": top_k, "heads": heads, "gate": gate}
+        logits_TE, experts_THK, gates_THK = router.route_top_k(x, w, None, **given)
+        made = (experts_THK, gates_THK, logits_TE)
+        for grads, wants in (
+            ((logits_TE, gates_THK), (True, True)),
+            ((None, gates_THK), (True, False)),
+            ((logits_TE, None), (False, True)),
+        ):
+            router_gradients.route_top_k_backward(x, w, made, grads, gate=gate, wants=wants)
+    router.route_top_k(x, w, torch.empty(tokens, heads, top_k, dtype=torch.int64), **given)
+
+
+def call_norms(width: int) -> None:
+    """Peri-layernorm in mixed precision, which adds and copies most; a norm alone in bfloat16."""
+    weight_D, mean_T = torch.empty(width), torch.empty(16384)
+    wide_TD, low_TD = torch.empty(16384, width), torch.empty(16384, width, dtype=BF16)
+    for s, y, w, copies in (
+        (wide_TD, low_TD, weight_D, (low_TD, low_TD)),
+        (low_TD, None, weight_D.to(BF16), (None, None)),
+    ):
+        total = None if y is None else s
+        norms.add_norm(s, y, w, w, 1e-5, (total, s, *copies), (mean_T, mean_T))
+        norms.add_norm_backward(
+            *(s, w, (mean_T, mean_T), (s, s, *copies), (s, y), (w, w)), second_is_normed=False
+        )
+
+
+# What is made of it -------------------------------------------------------------------------------
+
+
+def compiled(launch: Launch, target: str) -> Any:
+    """What the runtime would make of a launch there, tensors lying at multiples of 16 bytes."""
+    kernel, args, constants = launch
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    signature, fixed, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name] = "constexpr"
+            fixed[place,] = value
+        elif isinstance(value, tuple):
+            signature[parameter.name] = tuple(
+                "constexpr" if each is None else POINTERS[each.dtype] for each in value
+            )
+            fixed |= {(place, at): None for at, each in enumerate(value) if each is None}
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[place,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "i32"
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[place,] = [["tt.divisibility", 16]]
+    gpu = GPUTarget("hip", target, 64)
+    if not CHIPS[target].is_amd:
+        gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    source = ASTSource(kernel, signature, fixed, attributes)
+    return triton.compile(source, target=gpu, options=options)
+
+
+def resources(asm: dict[str, Any], chip: Chip) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: what is spilled lies there."""
+    if chip.is_amd:
+        counts = [
+            re.search(rf"\.vgpr_{what}:\s+(\d+)", asm["amdgcn"])
+            for what in ("count", "spill_count")
+        ]
+        registers, spilled = (int(count[1]) for count in counts if count is not None)
+        return registers, 4 * spilled
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
+    assert found, shown
+    return int(found[1]), int(found[2])
+
+
+def kind_of(launch: Launch) -> tuple:
+    """What tells launches apart that are compiled apart."""
+    kernel, args, constants = launch
+    forms = (
+        (arg.dtype, arg.dim()) if isinstance(arg, Tensor) else type(arg) is tuple or arg
+        for arg in args
+    )
+    return kernel.fn.__name__, *forms, *constants.items()
+
+
+# The tests ----------------------------------------------------------------------------------------
+
 REGISTERS = 64 * 1024  # of one multiprocessor
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from pairwise import slow_but
-from router_cases import GATES, RECORDED, recorded_choices, step_by_step
+from router_cases import GATES, RECORDED, gates_of, recorded_choices, step_by_step
 from torch import Tensor
 
 from moebius.kernels.fused import router as torchs
@@ -60,12 +60,7 @@ def test_given_experts_are_weighed_in_their_order(gate: Gate) -> None:
     )
     assert torch.equal(experts, given_THK)
     chosen = logits.gather(-1, place_THK[..., :3])
-    expected = {
-        "sigmoid": chosen.sigmoid(),
-        "softmax": logits.softmax(-1).gather(-1, place_THK[..., :3]),
-        "softmax_of_chosen": chosen.softmax(-1),
-    }[gate]
-    torch.testing.assert_close(gates, expected)
+    torch.testing.assert_close(gates, gates_of(logits, chosen, gate))
 
 
 def test_equal_logits_and_those_that_are_no_numbers() -> None:
