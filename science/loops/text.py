@@ -21,7 +21,7 @@ from .study import COMPARISONS, Report, ends, finished, train_all
 
 FILE = COMPARISONS / "loops.toml"
 WIDTHS = (24, 40, 64)
-RATES = (0.008, 0.016, 0.032)
+RATES = (0.008, 0.016, 0.032, 0.064)
 SWEEP_SEED = 100
 KINDS = {"dense": "0.46", "moe": "none"}  # and their published φ
 _LAST_SHARE = 0.1  # of the steps, over which measures are means
