@@ -52,11 +52,16 @@ def rows_of(rank: int) -> Tensor:
 
 
 SWITCHED = "transition, switched"  # what a transition is once it has become a Switch
+BY_LOOP = "moeut_sandwich, by loop"  # each loop has its loss and its balance
 
 
-def at(name: str) -> tuple[str, int]:
-    """Returns the recipe of that name, and the number of finished optimizer steps to test it at."""
-    return ("transition", 10**9) if name == SWITCHED else (name, 0)
+def at(name: str) -> tuple[str, int, dict[str, Any]]:
+    """Returns the recipe of that name, the optimizer steps to test it at, and what is changed."""
+    if name == SWITCHED:
+        return "transition", 10**9, {}
+    if name == BY_LOOP:
+        return "moeut_sandwich", 0, {"loops.read_out": (1,), "loops.balance": "each"}
+    return name, 0, WITHOUT_CHANCE.get(name, {})
 
 
 def loss_of(model: Transformer, rows: Tensor, dtype: torch.dtype, *, rank: int) -> Tensor:
@@ -71,8 +76,8 @@ def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]
 
     A loss over the global batch sees them as one.
     """
-    recipe, step = at(name)
-    model = make_uneven(tiny_model(recipe, WITHOUT_CHANCE.get(name, {})))
+    recipe, step, changes = at(name)
+    model = make_uneven(tiny_model(recipe, changes))
     model = model.double() if dtype is torch.float64 else model
     model.before_step(step)
     batches = [rows_of(rank) for rank in range(RANKS)]
@@ -100,7 +105,7 @@ def own_experts(whole: Tensor, mesh: Mesh, *, is_sharded: bool) -> Tensor:
 
 def difference(folder: Path, name: str, mesh: Mesh, dtype: torch.dtype) -> float:
     """Returns the largest relative difference of the loss or of a gradient on this rank."""
-    recipe, step = at(name)
+    recipe, step, changes = at(name)
     expected_loss, expected, start = torch.load(folder / f"{name}.pt")
     # In bfloat16 a sum in another order flips choices, as any rounding would; alltoall adds in the
     # same order.
@@ -108,7 +113,7 @@ def difference(folder: Path, name: str, mesh: Mesh, dtype: torch.dtype) -> float
     in_order = rounds and mesh.layout.ep > 1
     model = model_on(
         mesh,
-        tiny_config(recipe, WITHOUT_CHANCE.get(name, {})),
+        tiny_config(recipe, changes),
         dispatcher="alltoall" if in_order else "auto",
         stored=torch.float64 if dtype is torch.float64 else torch.float32,
     )
@@ -161,9 +166,10 @@ def differences_on_ranks(
 def test_expert_parallelism_changes_no_loss_and_no_gradient(
     dtype: torch.dtype, degrees: tuple[int, ...], tolerance: float, tmp_path: Path
 ) -> None:
-    names = MAGNIFIES if dtype is torch.float64 else (*NAMES, SWITCHED)
+    names = MAGNIFIES if dtype is torch.float64 else (*NAMES, SWITCHED, BY_LOOP)
     for name in names:
-        start = make_uneven(tiny_model(at(name)[0], WITHOUT_CHANCE.get(name, {}))).state_dict()
+        recipe, _, changes = at(name)
+        start = make_uneven(tiny_model(recipe, changes)).state_dict()
         torch.save((*one_process(name, dtype), start), tmp_path / f"{name}.pt")
     words = (tmp_path, names, degrees, dtype)
     for found in run_ranks(differences_on_ranks, RANKS, *words, timeout_s=240):
