@@ -70,6 +70,7 @@ def test_the_ids_are_the_same(name: str) -> None:
         if "byte_fallback" in MODELS[name]:  # otherwise unknown letters are decoded differently
             assert library.decode(ids.tolist()) == tokenizer.decode(ids)
     end_of_document = library.id_to_token(tokenizer.end_of_document_id)
+    assert end_of_document is not None
     assert end_of_document.strip() == tokenizer.end_of_document
     assert library.get_vocab_size() == tokenizer.vocab_size
 

@@ -49,10 +49,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(("backend", "dtype"), KINDS)
 def test_an_experts_bits_do_not_depend_on_its_slot(backend: str, dtype: torch.dtype) -> None:
     """Values and all gradients, for odd widths and small ones, three ranks against one."""
-    for widths, (operation, *given, expert_of) in drawn(dtype):
-        whole = on_a_rank(operation, *given, expert_of, (0, EXPERTS), backend)
+    for widths, given in drawn(dtype):
+        operation, *_, expert_of = given
+        whole = on_a_rank(*given, (0, EXPERTS), backend)
         for slots in RANKS:
-            some = on_a_rank(operation, *given, expert_of, slots, backend)
+            some = on_a_rank(*given, slots, backend)
             for mine, theirs in zip(some, whole, strict=True):
                 same = torch.equal(mine, of_a_rank(theirs, expert_of, slots))
                 assert same, (widths, operation, slots)
@@ -78,7 +79,9 @@ def test_rows_of_odd_widths_begin_at_multiples_of_16_bytes(
         assert rows.stride(0) * rows.element_size() % 16 == 0
 
 
-def drawn(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], tuple]]:
+def drawn(
+    dtype: torch.dtype,
+) -> Iterator[tuple[tuple[int, int], tuple[Operation, Tensor, list[Tensor], Tensor, Tensor]]]:
     """Perceptrons and matrices in turn, of odd widths and small ones: operation, rows, weights,
     gradient, and every row's expert.
     """

@@ -24,8 +24,9 @@ ASKED = [
 def _prepared(folder: Path, records: list[dict[str, str]], **options) -> DatasetManifest:
     path = folder / "asked.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    fields = {"prompt_field": "q", "answer_field": "a", "id_field": "id"}
-    source = SourceConfig(name="asked", input=(str(path),), **fields)
+    source = SourceConfig(
+        name="asked", input=(str(path),), prompt_field="q", answer_field="a", id_field="id"
+    )
     values = {"tokenizer": "bytes", "validation_fraction": 0.0, "batch_tokens": 64}
     return prepare(PrepareConfig(sources=(source,), **values | options), folder / "d")
 
