@@ -20,6 +20,7 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -142,15 +143,7 @@ class Transformer(nn.Module):
             ValueError: documents together with a cache, a cache of another number of loops, or
                 more positions than the model has learned.
         """
-        if cache is not None and documents is not None:
-            raise ValueError(
-                "a pass with a cache continues one document per row: leave documents out"
-            )
-        if cache is not None and len(cache) != len(self.schedule):
-            raise ValueError(
-                f"the cache has {len(cache)} depth steps, and a pass of {self.depth.num_loops} loops "
-                f"has {len(self.schedule)}: make a new one with model.new_cache()"
-            )
+        self._check_cache(cache, documents)
         counted_C = None
         if loss_mask_BS is not None:
             counted_C = loss_mask_BS.flatten().nonzero().squeeze(1).to(tokens_BS.device)
@@ -184,35 +177,24 @@ class Transformer(nn.Module):
                     measures=steps.measures,
                 )
         regularisation_B, auxiliary, carried = self._losses(steps, halted, tokens_BS)
-        reads_loops = self.training and targets_BS is not None
-        if reads_loops and gates:
-            read_out, entropy_B, loops_B = self._expected_loss(rows, gates, targets_BS, counted_C)
-            weight = self.config.loops.exit_entropy or 0.0
-            regularisation_B = regularisation_B - weight * entropy_B
-            auxiliary |= {"exit_entropy": entropy_B.detach(), "loops": loops_B}
-        elif reads_loops:
-            losses = [self.read_out(each_BSD, targets_BS, counted_C) for each_BSD in rows]
-            read_out = torch.stack(losses).mean()
-        else:
-            read_out = self.read_out(rows[-1], targets_BS, counted_C)
         drawn = self.config.loops.depth.kind != "fixed"
-        if self.training and drawn and not gates:
+        if self.training and drawn:
             loops = depth.of_sequence or (depth.num_loops,) * len(tokens_BS)
             auxiliary["loops"] = torch.tensor(loops, dtype=torch.float32, device=tokens_BS.device)
         if exits is not None and exits.loops_B is not None:
             auxiliary["loops"] = exits.loops_B
-        if self.training and self.depth_losses and targets_BS is not None:
-
-            def read_depth(state_BSD: Tensor) -> Tensor:
-                n_BSD = state_BSD if self.final_norm is None else self.final_norm(state_BSD)
-                total = self.read_out(n_BSD, targets_BS, counted_C)
-                return (total / targets_BS.numel()).expand(len(targets_BS))
-
-            seen = DepthStates(tuple(steps.states), tokens_BS, targets_BS, loss_mask_BS, read_depth)
-            for loss in self.depth_losses:
-                value_B = loss.value(seen)
-                regularisation_B = regularisation_B + loss.weight * value_B
-                auxiliary[loss.name] = value_B.detach()
+        if self.training and targets_BS is not None:
+            read_out, added = self._loss(rows, gates, targets_BS, counted_C)
+            if self.depth_losses:
+                read = partial(self._read_state, targets_BS=targets_BS, counted_C=counted_C)
+                states = tuple(steps.states)
+                seen = DepthStates(states, tokens_BS, targets_BS, loss_mask_BS, read)
+                added |= {loss.name: (loss.weight, loss.value(seen)) for loss in self.depth_losses}
+            for name, (weight, value_B) in added.items():
+                auxiliary[name] = value_B.detach()
+                regularisation_B = regularisation_B + weight * value_B
+        else:
+            read_out = self.read_out(rows[-1], targets_BS, counted_C)
         members = None
         if drawn or len(steps.done) != len(schedule):  # a coda may run after several loops
             members = [step.member for step in steps.done]
@@ -274,6 +256,17 @@ class Transformer(nn.Module):
             if own:
                 router.after_step(step, own)
 
+    def _check_cache(self, cache: list[LayerCache] | None, documents: Documents | None) -> None:
+        if cache is not None and documents is not None:
+            raise ValueError(
+                "a pass with a cache continues one document per row: leave documents out"
+            )
+        if cache is not None and len(cache) != len(self.schedule):
+            raise ValueError(
+                f"the cache has {len(cache)} depth steps, and a pass of {self.depth.num_loops} loops "
+                f"has {len(self.schedule)}: make a new one with model.new_cache()"
+            )
+
     def _embed(self, tokens_BS: Tensor, past: int, positions_BS: Tensor | None) -> Tensor:
         x_BSD = F.embedding(tokens_BS, self.embedding)
         if self.position_embedding is not None:
@@ -324,20 +317,38 @@ class Transformer(nn.Module):
             tied = self.embedding.to(cast(Layer, self.group[0]).attention.dtype)
         return self.head(x_BSD, targets_BS, counted_C, tied, share_BS)
 
-    def _expected_loss(
+    def _loss(
         self,
         rows: list[Tensor],
         gates: list[Tensor],
-        targets_BS: Tensor | None,
+        targets_BS: Tensor,
         counted_C: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns Ouro's loss, and each sequence's mean entropy of exits and expected loops, (B,)."""
+    ) -> tuple[Tensor, dict[str, tuple[float, Tensor]]]:
+        """Returns the cross-entropy of the loops that the loss reads, and what is added to it.
+
+        An addition has a weight and a value per sequence, (B,).
+        """
+        if not gates:
+            losses = [self.read_out(rows_BSD, targets_BS, counted_C) for rows_BSD in rows]
+            return torch.stack(losses).mean(), {}
 
         def loss_of(rows_BSD: Tensor, share_BS: Tensor) -> Tensor:
             return self.read_out(rows_BSD, targets_BS, counted_C, share_BS)
 
         loss, entropy_BS, loops_BS = expected_loss(gates, rows, loss_of)
-        return loss, entropy_BS.mean(1), loops_BS.mean(1)
+        weight = -(self.config.loops.exit_entropy or 0.0)
+        return loss, {
+            "exit_entropy": (weight, entropy_BS.mean(1)),
+            "loops": (0.0, loops_BS.mean(1)),
+        }
+
+    def _read_state(
+        self, state_BSD: Tensor, *, targets_BS: Tensor, counted_C: Tensor | None
+    ) -> Tensor:
+        """Returns the mean cross-entropy read out of any state, for each sequence, (B,)."""
+        n_BSD = state_BSD if self.final_norm is None else self.final_norm(state_BSD)
+        total = self.read_out(n_BSD, targets_BS, counted_C)
+        return (total / targets_BS.numel()).expand(len(targets_BS))
 
     def _losses(
         self, steps: "_DepthSteps", halted: Halted | None, tokens_BS: Tensor

@@ -310,7 +310,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 310}
 PULLED_IN = {"train/loop.py": 150}  # files
-CORE_LINES = 64_300
+CORE_LINES = 62_700
 
 
 def folders_are_small(sources: Sources) -> list[str]:
@@ -442,7 +442,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (the_loop_is_short_and_imports_little, {
         "train/loop.py": "from ..model import f0", **{f"model/f{n}.py": f"from . import f{n + 1}" for n in range(150)},
     }, r"pulls in 15\d files"),
-    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 64\d+ lines"),
+    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 62\d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
 ]

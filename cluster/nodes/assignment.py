@@ -46,7 +46,7 @@ class Assignment:
 
     @classmethod
     def load(cls, path: Path) -> "Assignment":
-        """Reads what `save` wrote."""
+        """Reads an assignment that `save` wrote."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         launch = plain.pop("launch")
         launch["command"] = tuple(launch["command"])

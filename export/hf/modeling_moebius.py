@@ -195,7 +195,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """Returns the head."""
+        """Returns the head, which computes the logits."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
