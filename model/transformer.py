@@ -261,6 +261,10 @@ class Transformer(nn.Module):
             raise ValueError(
                 "a pass with a cache continues one document per row: leave documents out"
             )
+        if cache is not None and self.exit_rule is not None:
+            raise ValueError(
+                "a pass with a cache makes every loop of every sequence: set exit_rule to None"
+            )
         if cache is not None and len(cache) != len(self.schedule):
             raise ValueError(
                 f"the cache has {len(cache)} depth steps, and a pass of {self.depth.num_loops} loops "

@@ -322,3 +322,6 @@ def test_a_cache_of_another_number_of_loops_is_refused():
         ValueError, match=r"the cache has 14 depth steps, and a pass of 2 loops has 6"
     ):
         model(some_tokens(), cache)
+    model.exit_rule = ExitRule("kl", 0.1)
+    with pytest.raises(ValueError, match="a pass with a cache makes every loop of every sequence"):
+        model(some_tokens(), model.new_cache())
