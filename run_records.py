@@ -25,7 +25,7 @@ class RunHistory:
     """Reads one run's records as plain dictionaries, also while the run continues.
 
     Every record has a `kind` ("start", "train", "eval", "checkpoint", …), a `time` in seconds since
-    the epoch, and usually a `step`; docs/metrics.md lists the keys. Lines cut off by a kill are
+    the epoch, and usually a `step`; docs/formats.md lists the keys. Lines cut off by a kill are
     skipped.
     """
 

@@ -240,7 +240,6 @@ MATRIX = (
         "goes on or stops as configured, with a clear message; the one before stays",
         """
         tests/train/test_damaged_checkpoint.py::test_a_full_disk_costs_a_checkpoint_and_not_the_run
-        tests/train/test_damaged_checkpoint.py::test_a_run_may_be_told_to_stop_where_it_cannot_save
         tests/distributed/checkpoint/test_checkpointer.py::test_a_full_disk_spares_the_previous_one_and_all_ranks_hear
         tests/chaos/test_checkpoint_faults.py::test_f22_the_disk_is_full_for_a_while
         tests/chaos/test_checkpoint_faults.py::test_f22_a_job_may_be_told_to_end_then
