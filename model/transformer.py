@@ -41,7 +41,7 @@ from .head_loss import ReadOut
 from .initialise import Initializers, parameter
 from .layers import NORM, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .loops.depth import PassDepth
-from .loops.exits import ExitRule, Exits, expected_loss
+from .loops.exits import ExitRule, Exits, expected_loss, mean_of_real
 from .loops.measures import LoopMeasures
 from .loops.program import Loops
 from .routers.router import Router
@@ -152,14 +152,16 @@ class Transformer(nn.Module):
         x_BSD = self._embed(tokens_BS, past, positions_BS)
         context = DepthContext(self._rotary(x_BSD, past, positions_BS), documents=documents)
         depth = self.depth
-        schedule = self.config.schedule_of(depth.num_loops)
         steps = _DepthSteps(self, depth, context, cache, len(tokens_BS))
+        schedule, real_BS = steps.schedule, None if documents is None else documents.real_BS
         halted, exits, gates = None, None, []
         if self.exit_rule is not None and not self.training:
-            exits = Exits(self.exit_rule, len(tokens_BS), documents)
+            gate = self.loops.exit_gate
+            exits = Exits(
+                self.exit_rule, len(tokens_BS), documents, predict=self.read_out, gate=gate
+            )
         with accumulate_weight_gradients():
             if self.halting is not None:
-                real_BS = None if documents is None else documents.real_BS
                 halted = self.halting(steps.apply, x_BSD, schedule, real_BS=real_BS)
                 x_BSD = halted.answer_BSD
                 rows = [x_BSD if self.final_norm is None else self.final_norm(x_BSD)]
@@ -173,7 +175,6 @@ class Transformer(nn.Module):
                     positions_BS=positions_BS,
                     past=past,
                     exits=exits,
-                    predict=self.read_out,
                     measures=steps.measures,
                 )
         regularisation_B, auxiliary, carried = self._losses(steps, halted, tokens_BS)
@@ -184,7 +185,7 @@ class Transformer(nn.Module):
         if exits is not None and exits.loops_B is not None:
             auxiliary["loops"] = exits.loops_B
         if self.training and targets_BS is not None:
-            read_out, added = self._loss(rows, gates, targets_BS, counted_C)
+            read_out, added = self._loss(rows, gates, targets_BS, counted_C, real_BS)
             if self.depth_losses:
                 read = partial(self._read_state, targets_BS=targets_BS, counted_C=counted_C)
                 states = tuple(steps.states)
@@ -327,6 +328,7 @@ class Transformer(nn.Module):
         gates: list[Tensor],
         targets_BS: Tensor,
         counted_C: Tensor | None,
+        real_BS: Tensor | None,
     ) -> tuple[Tensor, dict[str, tuple[float, Tensor]]]:
         """Returns the cross-entropy of the loops that the loss reads, and what is added to it.
 
@@ -342,8 +344,8 @@ class Transformer(nn.Module):
         loss, entropy_BS, loops_BS = expected_loss(gates, rows, loss_of)
         weight = -(self.config.loops.exit_entropy or 0.0)
         return loss, {
-            "exit_entropy": (weight, entropy_BS.mean(1)),
-            "loops": (0.0, loops_BS.mean(1)),
+            "exit_entropy": (weight, mean_of_real(entropy_BS, real_BS)),
+            "loops": (0.0, mean_of_real(loops_BS, real_BS)),  # only for the log
         }
 
     def _read_state(
@@ -414,7 +416,7 @@ class _DepthSteps:
         batch_size: int,
     ) -> None:
         self._model, self._context, self._cache = model, context, cache
-        self._schedule, self._batch_size = model.config.schedule_of(depth.num_loops), batch_size
+        self.schedule, self._batch_size = model.config.schedule_of(depth.num_loops), batch_size
         self._past = 0 if cache is None else cache[0].length
         self._keeps_states = model.training and bool(model.depth_losses)
         self.done: list[DepthStep] = []
@@ -422,7 +424,9 @@ class _DepthSteps:
         compares = model.measures_loops and model.training and model.config.order == "abab"
         self.measures = None
         if compares and model.halting is None and depth.of_sequence is None and depth.num_loops > 1:
-            self.measures = LoopMeasures(batch_size)
+            documents = context.documents
+            real_BS = None if documents is None else documents.real_BS
+            self.measures = LoopMeasures(batch_size, real_BS)
         self.states: list[Tensor] = []  # only losses on depth steps need them
 
     def apply(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
@@ -440,7 +444,7 @@ class _DepthSteps:
         cache = None if self._cache is None else self._cache[step.index]
         if cache is not None:
             cache.forget_from(self._past)  # what an earlier loop has left in a shared entry
-        scale = self._model.loops.residual_scale(step, self._schedule)
+        scale = self._model.loops.residual_scale(step, self.schedule)
         marks = self.measures is not None
         context = replace(context, cache=cache, residual_scale=scale, marks_choices=marks)
         x_BSD, report = self._model.group[step.member](x_BSD, context)

@@ -134,9 +134,19 @@ class ExitRule:
 class Exits:
     """Follows the sequences of one pass: which of them still loop, and how often they have."""
 
-    def __init__(self, rule: ExitRule, batch_size: int, documents: Documents | None) -> None:
+    def __init__(
+        self,
+        rule: ExitRule,
+        batch_size: int,
+        documents: Documents | None,
+        *,
+        predict: Callable[[Tensor], Tensor],
+        gate: ExitGate | None,
+    ) -> None:
+        """Takes the read-out, which returns the logits of rows, and the model's gate."""
         self._rule, self._batch_size = rule, batch_size
         self._real_BS = None if documents is None else documents.real_BS
+        self._predict, self._gate = predict, gate
         self.live: Tensor | None = None  # (B',) int64; None: all
         self.loops_B: Tensor | None = None
         self._log_p_BSV: Tensor | None = None  # of the previous loop
@@ -154,8 +164,6 @@ class Exits:
         before_BSD: Tensor,
         s_BSD: Tensor,
         read: Callable[[Tensor, Tensor | None], Tensor],
-        predict: Callable[[Tensor], Tensor],
-        gate: ExitGate | None,
     ) -> None:
         """Removes the sequences that leave after a loop.
 
@@ -163,45 +171,36 @@ class Exits:
             before_BSD: the state before it, of the live sequences.
             s_BSD: their state after it.
             read: returns the rows of a state of these sequences that the read-out reads.
-            predict: returns the logits of such rows, (…, V).
-            gate: of the model.
         """
-        stays_B = ~self._leaves(before_BSD, s_BSD, read, predict, gate)
+        if self._rule.kind == "state":
+            measure_BS = state_change(before_BSD, s_BSD)
+        elif self._rule.kind == "gate":
+            assert self._gate is not None, "ExitRule.check refuses it"
+            self._gates.append(self._gate(read(s_BSD, self.live)))
+            measure_BS = _log_left(self._gates, like=self._gates[-1])[-1].exp()
+        else:
+            before, rows_BSD = self._log_p_BSV, read(s_BSD, self.live)
+            now = self._predict(rows_BSD).log_softmax(-1, dtype=wide_dtype(rows_BSD))
+            self._log_p_BSV = now
+            if before is None:  # there is nothing to compare the first loop with
+                return
+            measure_BS = (before.exp() * (before - now)).sum(-1)
+        real_BS = self._real_BS
+        if real_BS is not None and self.live is not None:
+            real_BS = real_BS[self.live]
+        is_gate, threshold = self._rule.kind == "gate", self._rule.threshold
+        stays_B = mean_of_real(measure_BS, real_BS) >= (1 - threshold if is_gate else threshold)
         self.live = stays_B.nonzero().squeeze(1) if self.live is None else self.live[stays_B]
         self._gates = [gate_BS[stays_B] for gate_BS in self._gates]
         if self._log_p_BSV is not None:
             self._log_p_BSV = self._log_p_BSV[stays_B]
 
-    def _leaves(
-        self,
-        before_BSD: Tensor,
-        s_BSD: Tensor,
-        read: Callable[[Tensor, Tensor | None], Tensor],
-        predict: Callable[[Tensor], Tensor],
-        gate: ExitGate | None,
-    ) -> Tensor:
-        """Returns which of the live sequences leave, (B',) bool."""
-        threshold = self._rule.threshold
-        if self._rule.kind == "state":
-            return self._mean(state_change(before_BSD, s_BSD)) < threshold
-        rows_BSD = read(s_BSD, self.live)
-        if self._rule.kind == "gate":
-            assert gate is not None, "ExitRule.check refuses it"
-            self._gates.append(gate(rows_BSD))
-            left_BS = _log_left(self._gates, like=self._gates[-1])[-1].exp()
-            return self._mean(left_BS) < 1 - threshold
-        before = self._log_p_BSV
-        self._log_p_BSV = now = predict(rows_BSD).log_softmax(-1, dtype=wide_dtype(rows_BSD))
-        if before is None:
-            return torch.zeros(len(s_BSD), dtype=torch.bool, device=s_BSD.device)
-        return self._mean((before.exp() * (before - now)).sum(-1)) < threshold
 
-    def _mean(self, value_BS: Tensor) -> Tensor:
-        """Returns the mean over each live sequence's positions without padding, (B',)."""
-        if self._real_BS is None:
-            return value_BS.mean(1)
-        real_BS = self._real_BS if self.live is None else self._real_BS[self.live]
-        return value_BS.where(real_BS, 0).sum(1) / real_BS.sum(1).clamp_min(1)
+def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
+    """Returns each sequence's mean over positions that are not padding, (B,); None: there is none."""
+    if real_BS is None:
+        return value_BS.mean(1)
+    return value_BS.where(real_BS, 0).sum(1) / real_BS.sum(1).clamp_min(1)
 
 
 def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:

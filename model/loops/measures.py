@@ -12,21 +12,22 @@ from torch import Tensor
 
 from ..balance import RouterReport
 from ..config.model_config import DepthStep
-from .exits import state_change
+from .exits import mean_of_real, state_change
 
 
 class LoopMeasures:
     """Collects the measures of one pass in which all sequences make every loop."""
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self, batch_size: int, real_BS: Tensor | None) -> None:
+        """Takes which positions are not padding, bool; None: all."""
+        self._batch_size, self._real_BS = batch_size, real_BS
         self._found: dict[str, list[Tensor]] = {}
         self._chosen: dict[int, Tensor] = {}  # by layer, bool (T, E) in its last loop
 
     def see_state(self, loop: int, before_BSD: Tensor, after_BSD: Tensor) -> None:
         """Measures how far a loop, counted from 0, has moved the state."""
         change_BS = state_change(before_BSD.detach(), after_BSD.detach())
-        self._add(f"state_change/{loop + 1}", change_BS.mean(1))
+        self._add(f"state_change/{loop + 1}", mean_of_real(change_BS, self._real_BS))
 
     def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
         """Compares a layer's choices with those of its previous loop."""

@@ -164,7 +164,6 @@ class Loops(nn.Module):
         positions_BS: Tensor | None,
         past: int,
         exits: Exits | None = None,
-        predict: Callable[[Tensor], Tensor],
         measures: LoopMeasures | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Applies `layer(depth step, x, live)` at every depth step.
@@ -179,7 +178,6 @@ class Loops(nn.Module):
             positions_BS: the position of every token in its document; None: of one per row.
             past: positions in the cache.
             exits: decides in evaluation which sequences leave early.
-            predict: the read-out, for `exits`.
             measures: is shown the state around every loop.
 
         Returns:
@@ -220,7 +218,7 @@ class Loops(nn.Module):
                 if self.config.final_norm == "every_loop" and final_norm is not None:
                     x_BSD = final_norm(x_BSD)
                 if exits is not None and step.loop < last:
-                    exits.leave(before_BSD, x_BSD, read, predict, self.exit_gate)
+                    exits.leave(before_BSD, x_BSD, read)
                 if measures is not None:
                     measures.see_state(step.loop, before_BSD, x_BSD)
                 if live is not None:

@@ -155,6 +155,20 @@ def test_padding_does_not_decide_when_a_sequence_leaves():
     assert torch.equal(model(tokens[:, :5]).auxiliary["loops"], found)
 
 
+def test_padding_counts_in_no_entropy_and_no_measure():
+    model = looped("ouro_moe", GATED)
+    model.measures_loops = True
+    tokens, ids = some_tokens(), torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int64)
+    ids[:, 5:] = -1
+    documents = mark_documents(ids, torch.device("cpu"), attention=True, balance=False)
+    counts = ids == 0
+    found = model(tokens, targets_BS=tokens, loss_mask_BS=counts, documents=documents)
+    alone = model(tokens[:, :5], targets_BS=tokens[:, :5])
+    torch.testing.assert_close(found.cross_entropy, alone.cross_entropy)
+    for name in ("exit_entropy", "loops", "state_change/2", "kept_experts/2"):
+        torch.testing.assert_close(found.auxiliary[name], alone.auxiliary[name])
+
+
 @pytest.mark.parametrize(
     "text", ["kl", "kl=0", "state=-1", "gate=1.5", "gate=nan", "entropy=1", "kl=x"]
 )
