@@ -72,7 +72,7 @@ def _add_eval(commands: Commands) -> None:
         "--cache-loops",
         type=int,
         metavar="M",
-        help="with --prompt: keep keys and values of M loops, each shared by loops r mod M",
+        help="with --prompt: keep keys and values of M loops only; loop r uses those of loop r mod M",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
     parser.add_argument(

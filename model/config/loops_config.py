@@ -98,14 +98,15 @@ class LoopsConfig(BaseModel):
     nothing for the backward pass (Huginn)."""
 
     read_out: tuple[PositiveInt, ...] = ()
-    """Loops, counted from 1, that the training loss reads beside the last: it is their mean."""
+    """Loops, counted from 1, that the training loss reads besides the last; the loss is their mean."""
 
     exit_entropy: NonNegativeFloat | None = None
     """β of Ouro's loss, which learns when to leave: the cross-entropy expected over the exits that a
     gate gives, minus β times their entropy. None: no gate."""
 
     balance: Literal["all", "each"] = "all"
-    """What an auxiliary loss of a router covers: a layer's loops together, or each, and their mean."""
+    """Whether a router's auxiliary losses are of all loops of a layer together, or means over its
+    loops, each balanced by itself."""
 
     depth: DepthConfig = DepthConfig()
 

@@ -25,7 +25,7 @@ Kind = Literal["kl", "state", "gate"]
 
 
 class ExitGate(nn.Module):
-    """Computes g from the rows that the read-out reads; half of the tokens would leave at first."""
+    """Computes g from the rows that the read-out reads; before training λ is ½ everywhere."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
