@@ -57,7 +57,7 @@ def sgd(named_parameters, config, momentum=0.9):
     return torch.optim.SGD(parameters, lr=config.learning_rate, momentum=momentum)
 
 def adamw(named_parameters, config):
-    return make_optimizer(config, [parameter for _, parameter in named_parameters])
+    return make_optimizer(config, named_parameters)
 
 def adafactor(named_parameters, config):
     return torch.optim.Adafactor([parameter for _, parameter in named_parameters])

@@ -12,13 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from ..model.loops.program import WITHOUT_DECAY
 from ..own_parts import OwnPartError, Wanted
 
 # The functions are defined below; `OptimConfig` needs only their names.
 OPTIMIZER = Wanted(
     "optim.kind",
     "an optimizer",
-    {"adamw": lambda named, config: make_optimizer(config, (each for _, each in named))},
+    {"adamw": lambda named, config: make_optimizer(config, named)},
     "a function of (named parameters, OptimConfig) that returns a torch.optim.Optimizer",
     settings=True,
 )
@@ -64,7 +65,7 @@ class OptimConfig(BaseModel):
     """Added to the root of AdamW's second moment."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decay of all parameters, norms and biases included."""
+    """Decay of all parameters, norms and biases included; of Parcae's injection of none."""
 
     clip_norm: float = Field(default=0.25, gt=0)
     """Largest global norm of the gradient, over all parameters of all ranks."""
@@ -122,7 +123,7 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
 
 
 def make_optimizer(
-    config: OptimConfig, parameters: Iterable[Parameter], *, fused: bool | None = None
+    config: OptimConfig, named: Iterable[tuple[str, Parameter]], *, fused: bool | None = None
 ) -> torch.optim.AdamW:
     """Builds AdamW, whose moments have the parameters' dtype.
 
@@ -131,7 +132,7 @@ def make_optimizer(
 
     Args:
         config: of the optimizer.
-        parameters: to update.
+        named: the parameters to update, with their names.
         fused: update each group in one kernel, which rounds in another order; otherwise about ten
             operations over all its tensors do, and the host reads every tensor's step count. None:
             on GPUs, where launches are expensive. On CPUs it is faster too, but torch rounds the
@@ -139,14 +140,15 @@ def make_optimizer(
             different slots would drift apart (train/expert_placement.py).
     """
     groups: dict[Any, list[Parameter]] = {}
-    parameters = list(parameters)
+    named = list(named)
     if fused is None:
-        fused = all(parameter.device.type == "cuda" for parameter in parameters)
-    for parameter in parameters:
+        fused = all(parameter.device.type == "cuda" for _, parameter in named)
+    for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
+        decay = 0.0 if name in WITHOUT_DECAY else config.weight_decay
+        groups.setdefault((mesh, decay), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": group} for group in groups.values()],
+        [{"params": group, "weight_decay": decay} for (_, decay), group in groups.items()],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

@@ -110,7 +110,7 @@ def test_an_imported_run_is_trained_exported_and_written_with(
     file, config = release
     import_published(file, tmp_path / "out", config)
     model = Transformer(config.model)
-    optimizer = make_optimizer(config.optim, model.parameters())
+    optimizer = make_optimizer(config.optim, model.named_parameters())
     allocate_moments(model, optimizer)
     for state in optimizer.state.values():
         state["exp_avg"].fill_(7)
@@ -156,7 +156,7 @@ def test_a_run_that_stores_bfloat16_gets_bfloat16(
     import_published(file, tmp_path / "out", config.model_copy(update={"train": low}))
     model = Transformer(config.model)
     store_in(model, torch.bfloat16)
-    optimizer = make_optimizer(config.optim, model.parameters())
+    optimizer = make_optimizer(config.optim, model.named_parameters())
     allocate_moments(model, optimizer)
     load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
 

@@ -23,13 +23,19 @@ def test_without_warmup_it_starts_at_the_peak_and_never_falls_below_the_floor() 
     assert rates[-1] == pytest.approx(1e-4)
 
 
-def test_every_parameter_decays() -> None:
-    weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer(OptimConfig(weight_decay=0.5, learning_rate=0.1), [weight, bias])
-    for parameter in (weight, bias):
+def test_every_parameter_decays_except_those_of_parcaes_injection() -> None:
+    model = tiny_model("parcae_small")
+    config = OptimConfig(weight_decay=0.5, learning_rate=0.1)
+    optimizer = make_optimizer(config, model.named_parameters())
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    assert weight[0, 0].item() == bias[0].item() == pytest.approx(0.95)
+    after = {name: parameter.mean().item() for name, parameter in model.named_parameters()}
+    kept = {name for name, value in after.items() if value == 1.0}
+    of_injection = ("rate_bias", "step_bias", "input.weight", "output.weight")
+    assert kept == {f"loops.injection.{name}" for name in of_injection}
+    assert all(value == pytest.approx(0.95) for name, value in after.items() if name not in kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +45,7 @@ def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
     found = []
     for fused in (False, True):
         model = tiny_model("moeut", dtype=dtype)
-        optimizer = make_optimizer(config, model.parameters(), fused=fused)
+        optimizer = make_optimizer(config, model.named_parameters(), fused=fused)
         allocate_moments(model, optimizer)
         generator = torch.Generator().manual_seed(0)
         for step in range(4):
@@ -49,7 +55,7 @@ def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
             if step == 2:
                 saved, _ = state_tensors(model, optimizer)
                 saved = {name: tensor.clone() for name, tensor in saved.items()}
-                optimizer = make_optimizer(config, model.parameters(), fused=fused)
+                optimizer = make_optimizer(config, model.named_parameters(), fused=fused)
                 allocate_moments(model, optimizer)
                 set_updates(model, optimizer, step)
                 for name, tensor in state_tensors(model, optimizer)[0].items():
@@ -64,6 +70,6 @@ def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
 
 def test_gpus_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    assert not make_optimizer(OptimConfig(), [weight]).defaults["fused"]
+    assert not make_optimizer(OptimConfig(), [("weight", weight)]).defaults["fused"]
     monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda"), raising=False)
-    assert make_optimizer(OptimConfig(), [weight]).defaults["fused"]
+    assert make_optimizer(OptimConfig(), [("weight", weight)]).defaults["fused"]

@@ -95,7 +95,7 @@ def built(name: str, process: Process, seed: int) -> tuple[Mesh, Transformer, An
     config = MeshConfig(**mesh_config)
     mesh = build_mesh(plan_layout(config, process.world_size), process)
     model = model_on(mesh, MODELS[model_name], seed=seed, sharding=config.sharding)
-    optimizer = make_optimizer(OptimConfig(), model.parameters())
+    optimizer = make_optimizer(OptimConfig(), model.named_parameters())
     allocate_moments(model, optimizer)
     return mesh, model, optimizer
 
