@@ -34,13 +34,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.kernels.layers import Mode, exact_mode
+from benchmarks.kernels.layers import Mode, exact_mode, onednn_error
 from benchmarks.memory import peak_bytes
 from benchmarks.report import RESULTS, ROOT, save
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.backend import BACKENDS
-from moebius.kernels.cpu.onednn import EXACT, relative_error
+from moebius.kernels.cpu.brgemm import EXACT
 from moebius.train.config.resolve import resolve
 from moebius.train.loop import step
 from moebius.train.recipes.smoke import RECIPES
@@ -265,9 +265,7 @@ def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
     backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
     for name in backends:
         yield lambda _, name=name: Way(name)
-    if case.device == "cpu" and case.precision == "float32" and relative_error() < EXACT:
-        if side == "moeut":
-            yield lambda _: Way("segments", products="oneDNN")  # whose products change with it
+    if case.device == "cpu" and case.precision == "float32" and onednn_error() < EXACT:
         yield lambda best: replace(best, products="oneDNN")
     if case.compiles:
         yield lambda best: replace(best, compiled=True)

@@ -35,8 +35,6 @@ class KernelConfig(BaseModel, use_attribute_docstrings=True):
 
     backend: Name = "auto"
     """The backend of the expert layers; `auto` selects the fastest for the device and dtype."""
-    onednn: bool = False
-    """On CPUs, send float32 products through oneDNN; an error if that is not exact."""
 
 
 def _constant_to_the_compiler(function: Resolver) -> Resolver:

@@ -16,11 +16,10 @@ the caller's buffers, so a weight that serves many depth steps has one buffer.
 
 Row counts are padded: a chunk's tail extends into the next expert's rows, which that expert then
 overwrites; sums over a chunk's rows zero both operands there. oneDNN compiles a kernel for every new
-row count (about 0.6 ms), and dropless routing produces new counts at every step. bfloat16, and
-float32 through oneDNN (cpu/onednn.py), are therefore padded to multiples of 64. MKL's float32
-product rounds a thread's last 1 to 3 rows differently, so float32 is padded to multiples of 4. A
-row's result then never depends on its neighbours, which makes expert parallelism on CPUs bitwise
-equal to one rank.
+row count (about 0.6 ms), and dropless routing produces new counts at every step, so half precision
+is padded to multiples of 64. MKL's float32 product rounds a thread's last 1 to 3 rows differently,
+so float32 is padded to multiples of 4. A row's result then never depends on its neighbours, which
+makes expert parallelism on CPUs bitwise equal to one rank.
 
 For the same reason rows are aligned to 16 bytes: MKL takes other code paths, with other rounding,
 for unaligned rows. Rows of odd widths (in float32, no multiple of 4) are padded in memory at the
@@ -47,7 +46,6 @@ from .calls import (
     SortedRoutes,
 )
 from .cpu.library import workspace
-from .cpu.onednn import float32_is_onednn
 from .permute import sum_to_sources, sum_to_targets
 from .reference import hidden_and_pullback, hidden_in_place
 
@@ -183,10 +181,7 @@ def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, in
 
 def _quantum(like: Tensor) -> int:
     """Returns the multiple to which row counts are padded."""
-    narrow = like.dtype in (torch.bfloat16, torch.float16) or (
-        like.dtype == torch.float32 and float32_is_onednn()
-    )
-    return ROW_SLACK if narrow else 4
+    return ROW_SLACK if like.dtype in (torch.bfloat16, torch.float16) else 4
 
 
 def _clear_surplus(count: int, *rows: Tensor) -> None:

@@ -21,7 +21,6 @@ from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
 from ..kernels.backend import build_backend, resolve_backend
-from ..kernels.cpu import onednn
 from ..model.execution.compiled import compile_dense_parts
 from ..model.execution.depth_losses import weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
@@ -171,11 +170,10 @@ def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
 
 
 def choose_kernels(config: Config, process: Process) -> str:
-    """Returns the backend of the experts' products, and sets how CPUs multiply float32.
+    """Returns the backend of the experts' products.
 
     Raises:
-        ValueError: the backend cannot run here, the ranks' machines differ, or float32 through
-            oneDNN is requested but not exact here.
+        ValueError: the backend cannot run here, or the ranks' machines differ.
     """
     refused: ValueError | None = None
     try:
@@ -183,8 +181,6 @@ def choose_kernels(config: Config, process: Process) -> str:
             config.kernels.backend, process.device, products_dtype(config.train.precision)
         )
         build_backend(backend)
-        if config.kernels.onednn:
-            onednn.allow_if_exact()
     except ValueError as error:  # tell the other ranks before raising, or they would wait
         backend, refused = str(error), error
     process.agree("kernels", {"kernels.backend on the rank's machine": backend})

@@ -48,13 +48,14 @@ from benchmarks.kernels.layers import (
     draw_choices,
     exact_mode,
     meaning,
+    onednn_error,
     result_of,
 )
 from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.report import RESULTS, save
 from moebius.distributed.process.process import keep_freed_memory
 from moebius.kernels.cpu import library
-from moebius.kernels.cpu.onednn import EXACT, relative_error
+from moebius.kernels.cpu.brgemm import EXACT
 
 TOLERANCES = {torch.float32: EXACT, torch.bfloat16: 2e-2}
 FEWEST = 2  # rounds
@@ -100,7 +101,7 @@ def main() -> None:
     plan = make_plan(options)
     gc.freeze()  # what the imports left behind is not searched before every measurement of memory
     kept = plan.device.type == "cpu" and keep_freed_memory()
-    onednn, console, entries = relative_error(), Console(width=150), list[dict[str, Any]]()
+    onednn, console, entries = onednn_error(), Console(width=150), list[dict[str, Any]]()
     name = f"expert_layer_{'gpu' if plan.device.type == 'cuda' else 'cpu'}"
     figures: dict[str, Any] = {
         "method": {
