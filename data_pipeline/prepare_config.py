@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from .manifest import Header
 
 NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
-MAX_NGRAM = 1024
-"""The longest n-gram of words that is hashed."""
-
 MAX_LABEL_BYTES = 1024
 """The most bytes of a document's origin and of its id; longer origins are cut."""
 
@@ -103,7 +100,7 @@ class DecontaminateConfig(BaseModel):
     fields: Annotated[tuple[str, ...], OneOrMore] = Field(default=(), examples=[["question"]])
     """The fields of an item's text; empty: every string in its record."""
 
-    ngram_words: int = Field(default=13, ge=2, le=MAX_NGRAM)
+    ngram_words: int = Field(default=13, ge=2, le=1024)
     """Consecutive words that a document must share with an item to be dropped."""
 
 
