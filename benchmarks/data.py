@@ -296,7 +296,7 @@ def floor_of_fitted_rows(config: DataConfig) -> int:
             plan = open_plan(
                 Path(config.directory),
                 key,
-                batch_tokens=prepared.manifest.batch_tokens,
+                batch_tokens=prepared.manifest.header.batch_tokens,
                 batches=lambda one=store: (
                     one.read(batch).document_ends for batch in range(one.num_batches)
                 ),

@@ -28,8 +28,7 @@ import psutil
 from moebius.data_pipeline.make.pools import LocalPool, TaskPool, import_tasks
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import read_documents
-from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
+from moebius.data_pipeline.sources.formats import InputSplit, plan_splits, read_documents
 from moebius.data_pipeline.tokenizers.tokenizer import tokenizer_of
 
 _TEXTS = 100  # of a call of the tokenizer

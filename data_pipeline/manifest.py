@@ -247,26 +247,6 @@ class DatasetManifest:
         """Returns the number of tokens of one split, ends of documents included."""
         return sum(segment.num_tokens(split) for segment in self.sealed)
 
-    @property
-    def tokenizer_sha256(self) -> str:
-        """Returns the hash of the tokenizer's files (`Tokenizer.sha256`)."""
-        return self.header.tokenizer.sha256
-
-    @property
-    def vocab_size(self) -> int:
-        """Returns the number of token ids, the end of a document included."""
-        return self.header.tokenizer.vocab_size
-
-    @property
-    def end_of_document_id(self) -> int:
-        """Returns the id that ends a document."""
-        return self.header.tokenizer.end_of_document_id
-
-    @property
-    def batch_tokens(self) -> int:
-        """Returns the least number of tokens of a record batch, except a shard's last."""
-        return self.header.batch_tokens
-
 
 # ---- names
 

@@ -13,7 +13,6 @@ Cost: three passes over the bytes; memory for one output file and the largest te
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,6 @@ from ..train.config.validation import validated
 INDEX_FILE = "model.safetensors.index.json"
 Precision = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NAMES_OF_EXPERTS = {  # a bank's attribute -> key after the expert's number
     "w_up": "w_up.weight",
     "w_down": "w_down.weight",
@@ -213,19 +211,6 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
             _fill(tensors[pieces[key].name], pieces[key], value, folder)
     model.before_step(step)
     return model.eval()
-
-
-def parse_size(text: str) -> int:
-    """Reads a number of bytes: "5GB", "500 MB", "2GiB" or a plain number.
-
-    Raises:
-        ConfigError: the text is not a size of at least one byte.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
-    size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
-    if size < 1:
-        raise ConfigError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
-    return size
 
 
 # Planning and writing -----------------------------------------------------------------------------

@@ -263,13 +263,13 @@ COMMANDS = (
     ["logs", "runs/mine", "--json", "--generation", "1"],
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
     ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
-    ["ckpt", "export", "runs/mine", "--out", "new", "--max-shard-size", "1MB"],
+    ["ckpt", "export", "runs/mine", "--out", "new", "--dtype", "bf16"],
     ["--version"], ["--help"],
 )  # fmt: skip
 OPTIONS = (
     "--json", "--all", "--rank", "--tail", "--generation", "--step",
     "--world-size", "--ep", "--dp-shard", "--dp-replicate", "--out", "--run-dir", "--help", "--x", "-1",
-    "--", "-", "--max-shard-size", "--dtype", "--sharding", "runs/mine", "runs", "mine.toml", "circle/x",
+    "--", "-", "--dtype", "--sharding", "runs/mine", "runs", "mine.toml", "circle/x",
     "file/below", "x" * 300, "n/" * 3000, "99999999999999999999", "2147483648", "1e9", "nan", "-5", "0",
     "8", "bf16", "fsdp", "2020-01-01", "10m", "99999999999999d", "always", "\udcff", "a\x00b", "[/x]",
     "train.steps=1", "=", "a=b", "",

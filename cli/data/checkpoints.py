@@ -102,12 +102,6 @@ def _add_export(actions: Commands) -> None:
         help="dtype of weights that enter matrix products; the others are fp32",
     )
     parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest size of a file: 5GB, 500MB, 2GiB (default: 5GB)",
-    )
-    parser.add_argument(
         "--format",
         choices=["safetensors", "hf"],
         default="safetensors",
@@ -123,7 +117,7 @@ def _add_export(actions: Commands) -> None:
 def _export(options: argparse.Namespace) -> int:
     from ...distributed.checkpoint.format import find_checkpoint
     from ...export.hf.model_folder import export_to_hf
-    from ...export.safetensors import export, parse_size
+    from ...export.safetensors import export
     from ..console import progress_bars
 
     write = partial(export_to_hf, with_tokenizer=not options.no_tokenizer)
@@ -132,7 +126,6 @@ def _export(options: argparse.Namespace) -> int:
             find_checkpoint(options.path, options.step),
             options.out,
             dtype=options.dtype,
-            max_file_bytes=parse_size(options.max_shard_size),
             start_progress=start_progress,
         )
     print(f"{options.out}: {exported}")

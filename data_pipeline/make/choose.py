@@ -91,11 +91,6 @@ class SourceCounts:
     chosen: Counter[str] = field(default_factory=Counter)  # by side
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
 
-    @property
-    def num_documents(self) -> int:
-        """Returns the number of documents read."""
-        return self.chosen.total() + self.dropped.total()
-
 
 class Chooser:
     """Decides the fates of documents, one unit after the other."""

@@ -51,7 +51,6 @@ from .pools import Failures, OnPoison, SerialPool, TaskPool, account, ended, rea
 from .shuffle import gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
-    Sampled,
     Scanned,
     UnitTask,
     read_scan,
@@ -76,7 +75,7 @@ from .unfinished import (
     write_quarantined,
 )
 from .units import Meter, PrepareProgress, Unit, plan_units
-from .vocabulary import Vocabulary, is_empty
+from .vocabulary import Vocabulary
 
 _MAX_REASON_CHARS = 2000
 _Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
@@ -304,8 +303,8 @@ class _Preparation:
             self._shards[index] = result
             self._made(index, num_tokens=sum(shard.num_tokens for shard in result))
 
-    def _sampled(self, index: int, sampled: Sampled | None) -> None:
-        if self._vocabulary.take(index, sampled):
+    def _sampled(self, index: int, num_bytes: int | None) -> None:
+        if self._vocabulary.take(index, num_bytes):
             self._ready["train"].append(0)
 
     def _made(self, index: int, *, num_tokens: int, is_own: bool = True) -> None:
@@ -418,7 +417,6 @@ class _Preparation:
         if counts.chosen["train"]:
             return
         config = next(one for one in self._config.all_sources if one.name == source)
-        dropped = dict(counts.dropped)
         lost = [one.split for one in self._quarantined.values() if one.split.source == source]
         if lost:
             raise PrepareError(
@@ -426,12 +424,17 @@ class _Preparation:
                 f"in quarantine, for example {lost[0].input} ({lost[0].error}); see quarantined/ in "
                 "the folder"
             )
+        names = ", ".join(config.input)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.dropped.items())
+        reasons = reasons or "none dropped"
         if not counts.chosen["validation"]:
-            raise InputError(is_empty(config.input, counts.num_documents, dropped))
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            raise InputError(
+                f"input {names} is empty: {counts.dropped.total()} documents were read ({reasons}); "
+                "give files with text"
+            )
         raise InputError(
-            f"input {', '.join(config.input)}: all documents went to validation "
-            f"({counts.chosen['validation']} there; {reasons or 'none dropped'}): lower "
+            f"input {names}: all documents went to validation "
+            f"({counts.chosen['validation']} there; {reasons}): lower "
             f"validation_fraction={self._config.validation_fraction}, or give input that is not in "
             "validation_input"
         )

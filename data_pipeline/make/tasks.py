@@ -94,15 +94,6 @@ class TrainTask:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Counts a unit's documents in the tokenizer's sample."""
-
-    num_documents: int  # read
-    num_bytes: int  # of the sampled ones
-    dropped: dict[str, int]
-
-
-@dataclass(frozen=True)
 class Scanned:
     """Holds the records of a unit's documents after its scan."""
 
@@ -257,8 +248,8 @@ def _fates_of(task: UnitTask) -> list[int]:
 # ---- tokenizer
 
 
-def sample_unit(task: UnitTask) -> Sampled:
-    """Writes a unit's share of the tokenizer's sample: its first training documents.
+def sample_unit(task: UnitTask) -> int:
+    """Writes a unit's share of the tokenizer's sample, its first training documents; returns its bytes.
 
     Documents with small hashes are held out. The coordinator may hold out others; the task says whether
     to use its decision, because the files on disk depend on when earlier runs were killed.
@@ -266,20 +257,16 @@ def sample_unit(task: UnitTask) -> Sampled:
     path, rules = task.unfinished("sample.jsonl"), _rules_of(task)
     fates = _fates_of(task) if task.is_decided else []
     threshold = held_out_below(task.config) if task.unit.role == "both" else 0
-    num_documents = num_bytes = 0
-    dropped: dict[str, int] = {}
+    num_bytes = 0
     with atomic_write(path) as file:
         for document, fate in zip_longest(_documents(task), fates):
             if document is None or num_bytes >= task.sample_bytes:
                 break
-            num_documents += 1
             high, _, size, reason = _judged(document, rules)
-            if reason is not None:
-                dropped[reason] = dropped.get(reason, 0) + 1
-            elif high >= threshold and fate in (None, TRAIN):
+            if reason is None and high >= threshold and fate in (None, TRAIN):
                 file.write(json.dumps(document.prompt + document.text).encode() + b"\n")
                 num_bytes += size
-    return Sampled(num_documents, num_bytes, dropped)
+    return num_bytes
 
 
 def held_out_below(config: PrepareConfig) -> int:

@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from ..prepare_config import PrepareConfig
 from ..sources.documents import InputSplit, Role
-from ..sources.splits import plan_splits
+from ..sources.formats import plan_splits
 
 MAX_SPLITS_APART = 256
 """Sources with more input splits have small ones bundled, because each unit has fixed costs."""

@@ -14,7 +14,7 @@ from ..tokenizers.hub import open_tokenizer
 from ..tokenizers.interface import Tokenizer
 from ..tokenizers.raw_bytes import BytesTokenizer
 from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
-from .tasks import Sampled, TrainTask
+from .tasks import TrainTask
 from .units import Unit, sample_shares
 
 SAMPLE_BYTES = 32 * 2**20  # of text; training takes about 20 s
@@ -41,7 +41,7 @@ class Vocabulary:
             for index in self.shares
             if units[index].role == "both" and units[index].number < _FIRST_UNITS
         }
-        self._sampled: dict[int, Sampled] = {}
+        self._sampled: dict[int, int] = {}  # bytes
 
     @property
     def units_to_begin_with(self) -> list[int]:
@@ -52,19 +52,22 @@ class Vocabulary:
         """Returns whether a unit can be sampled only after it is chosen."""
         return index in self._waiting
 
-    def take(self, index: int, sampled: Sampled | None) -> bool:
-        """Takes a unit's sample, or None if it failed; returns True with the last one.
+    def take(self, index: int, num_bytes: int | None) -> bool:
+        """Takes the size of a unit's sample, or None if it failed; returns True with the last one.
 
         Raises:
             InputError: all samples are empty.
         """
         self._left.discard(index)
-        if sampled is not None:
-            self._sampled[index] = sampled
+        if num_bytes is not None:
+            self._sampled[index] = num_bytes
         if self._left or not self.shares:
             return False
-        if not any(sampled.num_bytes for sampled in self._sampled.values()):
-            raise self._nothing_to_train_on()
+        if not any(self._sampled.values()):
+            names = [name for source in self._config.all_sources for name in source.input]
+            raise InputError(
+                f"input {', '.join(names)} has no text to train the tokenizer on: give files with text"
+            )
         return True
 
     @property
@@ -72,15 +75,6 @@ class Vocabulary:
         """Returns the task that trains the tokenizer."""
         sampled = tuple(self._units[index] for index in sorted(self._sampled))
         return TrainTask(self._folder, self._config.vocab_size, sampled)
-
-    def _nothing_to_train_on(self) -> InputError:
-        dropped: dict[str, int] = {}
-        for sampled in self._sampled.values():
-            for reason, count in sampled.dropped.items():
-                dropped[reason] = dropped.get(reason, 0) + count
-        num_documents = sum(sampled.num_documents for sampled in self._sampled.values())
-        names = [name for source in self._config.all_sources for name in source.input]
-        return InputError(is_empty(names, num_documents, dropped))
 
 
 def _opened(config: PrepareConfig) -> Tokenizer:
@@ -93,12 +87,3 @@ def _opened(config: PrepareConfig) -> Tokenizer:
             "model.vocab_size at least as high"
         )
     return tokenizer
-
-
-def is_empty(names: Sequence[str], num_documents: int, dropped: dict[str, int]) -> str:
-    """Returns the message that input has no text."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none dropped"
-    return (
-        f"input {', '.join(names)} is empty: {num_documents} documents were read ({reasons}); give "
-        "files with text"
-    )

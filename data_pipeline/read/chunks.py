@@ -64,7 +64,10 @@ class ConcatLayout:
         self._seq_len, self._wanted = seq_len, wanted
         self._heads: dict[int, TokenBatch | None] = {}
         self.plan = concat_plan(
-            store.batch_starts, seq_len, store.manifest.batch_tokens, chunk_batches=chunk_batches
+            store.batch_starts,
+            seq_len,
+            store.manifest.header.batch_tokens,
+            chunk_batches=chunk_batches,
         )
 
     def read(self, chunk: int) -> LoadedChunk:

@@ -138,7 +138,7 @@ class Prepared:
         return open_plan(
             self.directory,
             PlanKey(source, segment, self.seq_len, self.content_of(source, segment)),
-            batch_tokens=self.manifest.batch_tokens,
+            batch_tokens=self.manifest.header.batch_tokens,
             batches=document_ends,
         )
 
@@ -213,7 +213,7 @@ class RowReader:
             kept | asked,
             num_chunks=len(table.row_starts) - 1,
             width=self._prepared.seq_len + 1,
-            end_id=self._prepared.manifest.end_of_document_id,
+            end_id=self._prepared.manifest.header.tokenizer.end_of_document_id,
         )
         if asked.keys() <= kept.keys():
             self._joined[source] = segment, joined

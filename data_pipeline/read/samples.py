@@ -347,8 +347,8 @@ class OrderedSamples:
             "weights": self._weights,
             "stages": [stage.model_dump(mode="json") for stage in data.stages],
             "max_epochs": self._max_epochs,
-            "tokenizer_sha256": manifest.tokenizer_sha256,
-            "batch_tokens": manifest.batch_tokens,
+            "tokenizer_sha256": manifest.header.tokenizer.sha256,
+            "batch_tokens": manifest.header.batch_tokens,
             "segments": segments,
         }
 

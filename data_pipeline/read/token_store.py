@@ -155,12 +155,14 @@ class TokenStore:
         entries = self.entries
         self._shard_numbers = np.array([entry.number for entry in entries], dtype=np.int64)
         self._schema, self._buffers = _schema_of(
-            self.manifest.vocab_size, self.source.has_loss_mask, self.source.has_record_id
+            self.manifest.header.tokenizer.vocab_size,
+            self.source.has_loss_mask,
+            self.source.has_record_id,
         )
         self._opened = lru_cache(_OPEN_FILES)(_Handle)
         for entry in entries if check_sizes else ():
             _check_size(self.directory / entry.name, entry.num_bytes)
-        self.token_dtype = token_dtype(self.manifest.vocab_size)
+        self.token_dtype = token_dtype(self.manifest.header.tokenizer.vocab_size)
         indices = [self._read_index(entry) for entry in entries]
         whole = {name: _joined([one[name] for one in indices]) for name in INDEX_SCHEMA.names}
         # An open store keeps 32 bytes per record batch.
@@ -208,7 +210,7 @@ class TokenStore:
         try:
             encoded = EncodedBuffers(message)
             encoded.decode_into(self._buffers["tokens"], tokens)
-            _check_tokens(tokens, self.manifest.vocab_size)
+            _check_tokens(tokens, self.manifest.header.tokenizer.vocab_size)
             if in_full:
                 offsets = encoded.decode(self._buffers["ends"], num_documents + 1, np.dtype("<i4"))
                 ends = _document_ends(offsets, num_tokens)
@@ -281,7 +283,7 @@ class TokenStore:
             )
         try:
             index = decode_index(data, most)
-            _check_index(index, entry, self.manifest.batch_tokens + MAX_DOCUMENT_BYTES + 1)
+            _check_index(index, entry, self.manifest.header.batch_tokens + MAX_DOCUMENT_BYTES + 1)
         except (ValueError, OSError) as error:
             raise ShardError(f"{path} does not fit its shard ({error}): {_RESTORE}") from error
         return index

@@ -1,15 +1,22 @@
-"""The table of readable formats; a new one needs a module beside this one and a line here."""
+"""Expands input into splits, in sorted order, and reads them: the table of readable formats.
 
-from collections.abc import Callable, Iterator
+A split is a file, or a part of a large one: a byte range (.txt, .jsonl), row groups (.parquet) or
+record batches (.arrow). A compressed file or an Arrow stream is one split, because it has no entry
+points. A folder stands for its readable files. The embedded corpus and functions define their own
+splits. A new format needs a module beside this one and a line in the table.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ...own_parts import PYTHON
 from ..errors import InputError
-from ..prepare_config import SourceConfig
+from ..prepare_config import PrepareConfig, SourceConfig
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
-from .documents import Document, InputSplit, SplitRange, byte_ranges
+from .documents import Document, InputSplit, Role, SplitRange, byte_ranges
 from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
+from .files import find_files
 from .function import function_ranges, function_size, read_function
 from .lines import read_json_lines, read_text, whole_file
 from .records import RecordRules
@@ -40,30 +47,73 @@ FILE_FORMATS = {
 }
 """Formats by the suffix of a file's name."""
 
-OTHER_FORMATS = {
+SUFFIXES = tuple(FILE_FORMATS)
+
+_FORMATS = FILE_FORMATS | {
     EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
     PYTHON: Format(function_ranges, read_function, function_size),
 }
-"""Formats of input that is not a file, by the prefix of its name."""
-
-SUFFIXES = tuple(FILE_FORMATS)
 
 
-def kind_of(url: str) -> str:
-    """Returns the key of a file's format.
+def plan_splits(config: PrepareConfig) -> tuple[InputSplit, ...]:
+    """Lists all input splits, source after source.
+
+    Validation comes first in each source, so that text in both is not trained on.
 
     Raises:
-        InputError: no format has this suffix.
+        InputError: some input does not exist.
     """
-    for suffix in SUFFIXES:
-        if url.endswith(suffix):
-            return suffix
-    raise InputError(f"input {url!r} has an unknown suffix: give one of {', '.join(SUFFIXES)}")
+    return tuple(
+        split
+        for source in config.all_sources
+        for patterns, role in _sides(source)
+        for split in _plan(source, patterns, role, config.split_bytes)
+    )
 
 
-def format_of(kind: str) -> Format:
-    """Returns a format by its key."""
-    return FILE_FORMATS[kind] if kind in FILE_FORMATS else OTHER_FORMATS[kind]
+def _sides(source: SourceConfig) -> Iterator[tuple[Sequence[str], Role]]:
+    yield source.validation_input, "validation"
+    yield source.input, "train" if source.validation_input else "both"
+
+
+def _plan(
+    source: SourceConfig, patterns: Sequence[str], role: Role, split_bytes: int
+) -> Iterator[InputSplit]:
+    seen: set[str] = set()
+    for pattern in patterns:
+        for url, kind, size in _expand(pattern):
+            if url in seen:
+                continue
+            seen.add(url)
+            if not _FORMATS[kind].has_fields:
+                _check_fields(source, url)
+            for start, stop, num_bytes in _FORMATS[kind].ranges(url, size, split_bytes):
+                yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes)
+
+
+def _expand(pattern: str) -> Iterator[tuple[str, str, int]]:
+    """Yields (url, kind, size) of all input that one name stands for."""
+    other = PYTHON if pattern.startswith(PYTHON) else pattern
+    if (form := _FORMATS.get(other)) is not None and form.size is not None:
+        yield pattern, other, form.size(pattern)
+        return
+    for url, size in find_files(pattern, SUFFIXES):
+        kind = next((suffix for suffix in SUFFIXES if url.endswith(suffix)), None)
+        if kind is None:
+            raise InputError(
+                f"input {url!r} has an unknown suffix: give one of {', '.join(SUFFIXES)}"
+            )
+        yield url, kind, size
+
+
+def _check_fields(source: SourceConfig, url: str) -> None:
+    """Checks that the configuration names no fields of input without records."""
+    asked = {"prompt_field": source.prompt_field, "id_field": source.id_field}
+    if wanted := [f"{key}={name!r}" for key, name in asked.items() if name]:
+        raise InputError(
+            f"{url} has no fields, but source {source.name!r} sets {' and '.join(wanted)}: convert it "
+            "to .jsonl, .parquet or .arrow, or make it a source of its own"
+        )
 
 
 def read_documents(
@@ -83,4 +133,4 @@ def read_documents(
         InputError: something cannot be read; the message names its place.
     """
     rules = RecordRules(source, drop_faults=encoding_faults == "drop")
-    return format_of(split.kind).read(split, rules)
+    return _FORMATS[split.kind].read(split, rules)

@@ -119,4 +119,4 @@ def prepared_tokenizer(directory: str | Path) -> Tokenizer:
     Raises:
         ShardError: the folder holds another one.
     """
-    return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)
+    return load_tokenizer(directory, sha256=read_manifest(directory).header.tokenizer.sha256)

@@ -1,4 +1,4 @@
-"""Writes the model card: model, data, last losses and scores.
+"""Writes the model card: model, data and last losses.
 
 Everything comes from the checkpoint and its run folder; the card says what is missing.
 """
@@ -6,7 +6,6 @@ Everything comes from the checkpoint and its run folder; the card says what is m
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import read_manifest
@@ -42,18 +41,13 @@ transformers 5. Tokenizer: {tokenizer}.
 {training}
 ## Data
 
-{data}
-## Evaluation
-
-{scores}"""
-_QUALIFIERS = ("context", "draws", "is_subset", "too_long", "paper_mean_with")
+{data}"""
 
 
 def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
     """Returns the README.md of an exported model; `tokenizer` describes its tokenizer."""
     run_dir = stored.path.absolute().parent.parent
     count = count_parameters(config.model, config.data.seq_len)
-    scores = "\n".join(_scores(run_dir, stored.meta.step))
     return _CARD.format(
         name=config.job.name,
         total=count.total,
@@ -61,7 +55,6 @@ def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
         tokenizer=tokenizer,
         training=_table(("what", "value"), _training(stored, config, run_dir)),
         data=_data(config),
-        scores=scores or "Not evaluated.\n",
     )
 
 
@@ -98,30 +91,6 @@ def _data(config: Config) -> str:
         tokens = sum(segment.num_tokens("train") for segment in manifest.segments(source.name))
         rows.append((source.name, source.licence or "not stated", f"{tokens:,}"))
     return _table(("source", "licence", "training tokens"), rows)
-
-
-def _scores(run_dir: Path, step: int) -> Iterator[str]:
-    """Yields a table for each eval*.json of the step, as `moebius eval --tasks --json` prints it."""
-    columns = ("task", "metric", "value", "standard error", "items", "skipped", "truncated")
-    for file in sorted(run_dir.glob("eval*.json")):
-        report = json.loads(file.read_text(encoding="utf-8"))
-        if report["step"] == step:
-            notes = (f"{key}: {report[key]}" for key in _QUALIFIERS if report[key])
-            yield f"{_table(columns, _task_rows(report))}\n{', '.join(notes)}\n"
-
-
-def _task_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    for name, task in report["tasks"].items():
-        for metric, found in task["metrics"].items():
-            value, error = (_figure(found[key]) for key in ("value", "stderr"))
-            counts = (found["count"], task["skipped"], task["truncated"])
-            yield name, metric, value, error, *map(str, counts)
-    if report["paper_mean"]:
-        yield "paper", "mean", _figure(report["paper_mean"]["value"]), "", "", "", ""
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.4f}"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

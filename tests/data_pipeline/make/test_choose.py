@@ -64,7 +64,6 @@ def test_small_hashes_are_held_out_and_repeats_are_not_even_of_validation():
     counts = one.counts["text"]
     assert dict(counts.chosen) == {"train": 1, "validation": 2}
     assert dict(counts.dropped) == {"duplicate": 2}
-    assert counts.num_documents == 5
 
 
 def test_what_was_dropped_is_no_document_that_others_repeat():

@@ -74,8 +74,8 @@ def test_the_manifest_counts(prepared, corpus):
     assert manifest.num_tokens("train") == len(tokens_of(prepared))
     assert manifest.completion is not None
     assert manifest.completion.inputs == {str(path): path.stat().st_size for path in corpus}
-    assert load_tokenizer(prepared).sha256 == manifest.tokenizer_sha256
-    assert 257 < manifest.vocab_size <= 400
+    assert load_tokenizer(prepared).sha256 == manifest.header.tokenizer.sha256
+    assert 257 < manifest.header.tokenizer.vocab_size <= 400
 
 
 def test_only_the_result_is_left(prepared):

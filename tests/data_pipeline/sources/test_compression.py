@@ -10,8 +10,7 @@ from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources import lines
 from moebius.data_pipeline.sources.compression import CHUNK_BYTES, unpacked_chunks
-from moebius.data_pipeline.sources.formats import read_documents
-from moebius.data_pipeline.sources.splits import plan_splits
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
 MIB = 2**20
 

@@ -10,8 +10,7 @@ from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import read_documents
-from moebius.data_pipeline.sources.splits import plan_splits
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 from moebius.own_parts import OwnPartError
 
 FUNCTIONS = """

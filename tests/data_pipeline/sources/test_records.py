@@ -10,8 +10,7 @@ import pytest
 
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import read_documents
-from moebius.data_pipeline.sources.splits import plan_splits
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
 FIELDS = {"prompt_field": "q", "answer_field": "a", "id_field": "id"}
 RECORDS = [

@@ -17,9 +17,8 @@ import pytest
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import read_documents
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 from moebius.data_pipeline.sources.remote import RemoteFile
-from moebius.data_pipeline.sources.splits import plan_splits
 
 TEXTS = [f"text number {number} of a file" for number in range(60)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

@@ -13,8 +13,7 @@ from fake_hub import serve_hub
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import read_documents
-from moebius.data_pipeline.sources.splits import plan_splits
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
 TEXTS = ["first\nwith two lines", "zwei – π", "", "x" * 500, "last 😀"]
 

@@ -45,8 +45,8 @@ def test_a_tokenizer_that_exists_is_copied_and_used(tmp_path, words, end):
     manifest = prepare(config, tmp_path / "d")
     tokenizer = prepared_tokenizer(tmp_path / "d")
     assert tokenizer.end_of_document == (end or "</s>")
-    assert manifest.end_of_document_id == tokenizer.end_of_document_id
-    assert manifest.tokenizer_sha256 == tokenizer.sha256
+    assert manifest.header.tokenizer.end_of_document_id == tokenizer.end_of_document_id
+    assert manifest.header.tokenizer.sha256 == tokenizer.sha256
     with pa.ipc.open_file(str(tmp_path / "d" / manifest.shards[0].name)) as shard:
         # so that a digest of the file's content tells tokenizers with equal ids apart
         assert shard.schema.metadata[b"moebius.tokenizer_sha256"].decode() == tokenizer.sha256

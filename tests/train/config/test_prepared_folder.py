@@ -31,7 +31,7 @@ def resolved(*overrides: str, name: str = "own_text") -> Config:
 def check_is_of(config: Config, folder: str) -> None:
     """Checks that a run has nothing to prepare, and room for every token."""
     manifest = prepare(config.prepare, folder, pool=NothingToRun())
-    assert config.model.vocab_size >= manifest.vocab_size
+    assert config.model.vocab_size >= manifest.header.tokenizer.vocab_size
 
 
 @pytest.mark.parametrize(
