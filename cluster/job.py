@@ -86,7 +86,6 @@ class Launch:
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
     warm_start: bool = True  # agents and ranks are forks of a process that has imported everything
-    placed_ahead: bool = False  # its nodes are starting already
     prepares_data: bool = False  # beside the ranks, as the run's configuration says
     where: str = ""  # THIS_MACHINE, SIMULATED, or a cluster's address
     needs_gpus: int = 0  # of each node; checked before ranks start

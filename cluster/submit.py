@@ -7,8 +7,7 @@
     5. follow     the run folder, until the job has ended
 
 From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
-run folder. A simulated cluster ends with this process, so its nodes start while the data is prepared. The
-embedded corpus needs no cluster and is prepared while the cluster starts.
+run folder. The embedded corpus needs no cluster and is prepared while the cluster starts.
 """
 
 import contextlib
@@ -80,16 +79,12 @@ def submit(
     with _connected(config, address, console, meanwhile=meanwhile):
         import ray
 
-        from .supervise.actor import place_ahead, start_supervisor
+        from .supervise.actor import start_supervisor
 
         launch = make_launch(config, run_dir, address=address, command=command)
-        if address is None:  # nobody else needs these nodes
-            launch = place_ahead(launch)
         with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
             prepare_once(pool)
         begin_job(launch)
-        if address is not None:
-            launch = place_ahead(launch)
         with interrupts_stop_the_job(run_dir):
             start_supervisor(launch)
             if detach:

@@ -260,33 +260,6 @@ def _notes(scenario: Scenario, shown: Sequence[LayoutPlan]) -> Iterator[str]:
         yield f"~: planned with more experts so that ep divides every bank (experts per head): {counts}"
 
 
-def render_detail(plan: LayoutPlan) -> Group:
-    """Renders a plan's memory and time by part, and every kind of collective in a step."""
-    found = plan.prediction
-    memory = (f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size)
-    time = (f"{name} {_ms(value)} ms" for name, value in asdict(found.time).items() if value)
-    columns = ("collective", "operation", "ranks", "links", "calls", "each", "each takes", "all")
-    table = _table(dict.fromkeys(columns, "left"))
-    for call in found.collectives:
-        table.add_row(
-            call.name,
-            call.op,
-            str(call.group_size),
-            "slow" if call.crosses_nodes else "fast",
-            f"{call.calls:g}",
-            _bytes(call.bytes_per_call),
-            f"{1e6 * call.seconds_per_call:,.0f} µs",
-            f"{_ms(call.seconds)} ms",
-        )
-    return Group(
-        Text(""),
-        Text(f"{plan.candidate}, {plan.candidate.world_size:,} GPUs", style="bold"),
-        Text(f"memory: {', '.join(memory)}"),
-        Text(f"step: {', '.join(time)}"),
-        table,
-    )
-
-
 # JSON ---------------------------------------------------------------------------------------------
 
 

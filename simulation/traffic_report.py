@@ -17,7 +17,6 @@ from ..distributed.dispatch.table import is_exact
 from ..distributed.layout import Layout
 from .dispatch import SimulatedCall, Simulation, across_nodes, between
 
-_MOST_MOMENTS = 9  # columns of steps, or of depth steps
 _MOST_VIOLATIONS = 5
 _LEGEND = (
     "rows, MB: forward pass, both ways; the backward pass sends the same again",
@@ -62,7 +61,8 @@ def loads_by_kind(calls: Sequence[SimulatedCall]) -> list[dict[str, Any]]:
     calls.
     """
     found = []
-    for kind, own in by_kind(calls).items():
+    for kind in dict.fromkeys(call.id.kind for call in calls):
+        own = [call for call in calls if call.id.kind == kind]
         load_P = np.sum([call.load_P for call in own], axis=0)
         ranks = [call.hottest_rank for call in own]
         experts = [call.hottest_expert for call in own]
@@ -79,30 +79,6 @@ def loads_by_kind(calls: Sequence[SimulatedCall]) -> list[dict[str, Any]]:
     return found
 
 
-def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
-    """Groups the calls by kind, in the order in which a layer makes them."""
-    found: dict[str, list[SimulatedCall]] = {}
-    for call in calls:
-        found.setdefault(call.id.kind, []).append(call)
-    return found
-
-
-def factors_over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[str, dict[int, float]]]:
-    """Returns the axis (step or depth), and the hottest rank's load over the mean by kind and
-    moment.
-
-    Calls of a single step are distinguished by depth step.
-    """
-    axis = "step" if len({call.id.step for call in calls}) > 1 else "depth"
-    factors: dict[str, dict[int, float]] = {}
-    for kind, own in by_kind(calls).items():
-        moments: dict[int, list[float]] = {}
-        for call in own:
-            moments.setdefault(getattr(call.id, axis), []).append(call.hottest_rank)
-        factors[kind] = {at: float(np.mean(moments[at])) for at in sorted(moments)}
-    return axis, factors
-
-
 def render_simulation(report: SimulationReport) -> Group:
     """Renders the report for a terminal of 80 columns."""
     return Group(
@@ -114,8 +90,6 @@ def render_simulation(report: SimulationReport) -> Group:
         _traffic_table(report.simulations),
         Text(""),
         _load_table(report.calls),
-        Text(""),
-        _time_table(report.calls),
         Text(""),
         *(Text(line, style="dim") for line in _LEGEND),
     )
@@ -186,22 +160,6 @@ def _load_table(calls: Sequence[SimulatedCall]) -> Table:
             f"{load['idle_experts']:.1f}",
         )
     return table
-
-
-def _time_table(calls: Sequence[SimulatedCall]) -> Table:
-    axis, factors = factors_over_time(calls)
-    moments = sorted({at for own in factors.values() for at in own})
-    shown = [moments[index] for index in _spread(len(moments))]
-    table = _table(f"hottest rank by {axis}", *map(str, shown))
-    for kind, own in factors.items():
-        table.add_row(kind, *(f"{own[at]:.2f}" if at in own else "–" for at in shown))
-    return table
-
-
-def _spread(count: int) -> list[int]:
-    """Returns at most nine indices of a list, evenly spread, including the first and the last."""
-    places = np.linspace(0, count - 1, min(count, _MOST_MOMENTS))
-    return sorted(set(places.round().astype(int).tolist()))
 
 
 def _table(*headings: str) -> Table:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import RUNS, Commands, add_command, add_unauthenticated, allow_unauthenticated
 
 if TYPE_CHECKING:
-    from ...cluster.check.doctor import Examination
     from ...cluster.check.findings import Finding
 
 LIMIT_S = 60.0  # for a node to answer
@@ -26,7 +25,7 @@ def add_commands(commands: Commands) -> None:
         "check this machine or a whole cluster before you start a job",
         examples=[
             "doctor",
-            "doctor --address auto --run-dir /shared/runs --links links.json",
+            "doctor --address auto --run-dir /shared/runs",
             "doctor --address simulated --json",
             "doctor --gpu",
         ],
@@ -47,9 +46,6 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", default=RUNS, help=f"where runs go; default: {RUNS}/"
     )
-    parser.add_argument(
-        "--links", type=Path, metavar="FILE", help="write the measured links, for the planner"
-    )
     parser.add_argument("--json", action="store_true", help="one JSON object per check")
     add_unauthenticated(parser)
 
@@ -57,16 +53,15 @@ def add_commands(commands: Commands) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     findings: list[Finding]
     if options.gpu:
-        if options.address is not None or options.links is not None:
-            raise ValueError("--gpu checks this machine: omit --address and --links")
+        if options.address is not None:
+            raise ValueError("--gpu checks this machine: omit --address")
         from ...cluster.check.doctor import look_at_gpus
 
-        findings, links = look_at_gpus(), None
+        findings = look_at_gpus()
+    elif options.address is None:
+        findings = _examine_here(options)
     else:
-        done = _examine_here(options) if options.address is None else _examine_cluster(options)
-        findings, links = done.findings, done.links
-    if options.links is not None and links is not None:
-        options.links.write_text(json.dumps(links, indent=1) + "\n", encoding="utf-8")
+        findings = _examine_cluster(options)
     if options.json:
         _print_json(findings)
     else:
@@ -74,7 +69,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return int(any(each.verdict == "fail" for each in findings))
 
 
-def _examine_here(options: argparse.Namespace) -> "Examination":
+def _examine_here(options: argparse.Namespace) -> "list[Finding]":
     from rich.console import Console
 
     from ...cluster.check.probe import Probe
@@ -83,7 +78,7 @@ def _examine_here(options: argparse.Namespace) -> "Examination":
         return _examine(options, {_HERE: Probe(_HERE)}, tell=status.update)
 
 
-def _examine_cluster(options: argparse.Namespace) -> "Examination":
+def _examine_cluster(options: argparse.Namespace) -> "list[Finding]":
     from rich.console import Console
 
     from ...cluster.places.standing import cluster_at
@@ -96,7 +91,7 @@ def _examine_cluster(options: argparse.Namespace) -> "Examination":
             return _examine(options, nodes, silent=silent, tell=status.update)
 
 
-def _examine(options: argparse.Namespace, nodes: Any, **more: Any) -> "Examination":
+def _examine(options: argparse.Namespace, nodes: Any, **more: Any) -> "list[Finding]":
     from ...cluster.check.doctor import examine
 
     return examine(nodes, str(options.run_dir.absolute()), limit_s=LIMIT_S, **more)

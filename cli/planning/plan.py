@@ -11,7 +11,6 @@ from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 
 if TYPE_CHECKING:
     from ...planning.hardware import Hardware
-    from ...planning.plan_report import PlanReport
     from ...planning.prediction import Scenario
     from ...planning.routing_skew import RoutingSkew
     from ...train.config.run_config import Config
@@ -26,7 +25,7 @@ def add_commands(commands: Commands) -> None:
         "predict memory and speed of every layout, and rank them",
         examples=[
             'plan moeut_1b --hardware h200 --nodes 1 "…" 64',
-            "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8 --detail",
+            "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8",
         ],
     )
     parser.add_argument(
@@ -35,7 +34,11 @@ def add_commands(commands: Commands) -> None:
     add_overrides(parser)
     _add_scenario_arguments(parser)
     _add_constraint_arguments(parser)
-    _add_report_arguments(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="everything as JSON: memory, time and collectives of each layout, and sources",
+    )
 
 
 def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,21 +89,11 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the form of the report."""
-    parser.add_argument(
-        "--detail", action="store_true", help="memory, time and collectives of the best layouts"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="everything, with collectives and sources, as JSON"
-    )
-
-
 def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...planning.hardware import find_hardware
-    from ...planning.plan_report import make_report, plans_as_json
+    from ...planning.plan_report import make_report, plans_as_json, render_plans
     from ...planning.planner import Constraints
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
@@ -114,7 +107,8 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plans_as_json(report), indent=2))
     else:
-        _show_plans(report, options)
+        top = 10 if len(report.sizes) == 1 else 2
+        Console().print(render_plans(report, top=top))
     return 0
 
 
@@ -196,17 +190,3 @@ def _routing_skew(text: str | None) -> "RoutingSkew":
     except ValueError:
         return recorded_skew(Path(text))
     return dirichlet_skew(concentration)
-
-
-def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
-    """Prints the ranked layouts, and the requested details."""
-    from rich.console import Console
-
-    from ...planning.plan_report import render_detail, render_plans
-
-    console = Console()
-    console.print(render_plans(report, top=10 if len(report.sizes) == 1 else 2))
-    if options.detail:
-        for with_ep in (False, True):
-            if plan := report.sizes[-1].best(with_ep=with_ep):
-                console.print(render_detail(plan))

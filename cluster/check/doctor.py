@@ -10,28 +10,27 @@ job's own agents.
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..job import Launch
 from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.node_check import token_in
+from .exchange import NUM_BYTES
 from .findings import (
     Finding,
     judge_clocks,
     judge_folder,
     judge_gpus,
-    judge_interfaces,
     judge_limits,
     judge_memory,
     judge_ports,
     judge_silent,
     judge_versions,
 )
-from .probe import NodeFacts, NodeFault, NodeSilent, Probe
+from .probe import NodeFault, NodeSilent, Probe
 
 T = TypeVar("T")
 
@@ -41,14 +40,7 @@ _CLOCK_ASKED = 8  # times; the quickest answer is the most exact
 _EXCHANGE_LIMIT_S = 180.0
 _POLL_S = 0.2
 _FAULTS = (NodeSilent, NodeFault, OSError)
-
-
-@dataclass
-class Examination:
-    """Collects the findings and measurements of a check."""
-
-    findings: list[Finding] = field(default_factory=list)
-    links: dict[str, Any] | None = None  # the file for `moebius plan --measured`
+_JUDGES = (judge_versions, judge_limits, judge_memory, judge_gpus)
 
 
 class _Nodes:
@@ -83,7 +75,7 @@ def examine(
     limit_s: float,
     silent: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
-) -> Examination:
+) -> list[Finding]:
     """Checks nodes and returns the findings.
 
     Args:
@@ -93,27 +85,23 @@ def examine(
         silent: nodes that never began to answer, and why.
         tell: called with the name of each check.
     """
-    group, done = _Nodes(nodes, silent or {}), Examination()
+    group, findings = _Nodes(nodes, silent or {}), list[Finding]()
     tell("facts of each node")
     if facts := group.ask(lambda _, node: node.facts()):
-        done.findings += _judge_facts([*facts.values()])
+        findings += [judge([*facts.values()]) for judge in _JUDGES]
         tell("clocks")
         if offsets := group.ask(lambda _, node: _offset(node)):
-            done.findings.append(judge_clocks(offsets))
+            findings.append(judge_clocks(offsets))
         tell("ports between all nodes")
-        done.findings.append(judge_ports(_try_ports(group)))
+        findings.append(judge_ports(_try_ports(group)))
         tell("the shared folder")
-        done.findings += _try_folder(group, run_dir)
+        findings += _try_folder(group, run_dir)
         tell("self-test: ranks on all nodes")
-        _self_test(done, group)
+        names = group.names
+        who = f"{len(names) * RANKS_PER_NODE} ranks on {len(names)} node(s)"
+        findings.append(_self_test("all-to-all", who, group.alive, RANKS_PER_NODE))
     num_nodes = len(nodes) + len(silent or {})
-    done.findings.insert(0, judge_silent(group.silent, num_nodes, limit_s))
-    return done
-
-
-def _judge_facts(facts: list[NodeFacts]) -> list[Finding]:
-    judges = (judge_versions, judge_limits, judge_memory, judge_gpus, judge_interfaces)
-    return [judge(facts) for judge in judges]
+    return [judge_silent(group.silent, num_nodes, limit_s), *findings]
 
 
 def _offset(node: Any) -> float:
@@ -153,36 +141,22 @@ def _try_folder(group: _Nodes, run_dir: str) -> list[Finding]:
 # The self-test ------------------------------------------------------------------------------------
 
 
-def _self_test(done: Examination, group: _Nodes) -> None:
-    """Runs ranks on all nodes and reports what they measure."""
-    names = group.names
-    who = f"{len(names) * RANKS_PER_NODE} ranks on {len(names)} node(s)"
-    finding, rows = _exchange("all-to-all", who, group.alive, RANKS_PER_NODE)
-    done.findings.append(finding)
-    if rows:
-        done.links = {"rows": rows, "ranks_per_node": RANKS_PER_NODE, "nodes": names}
-
-
-def _exchange(
+def _self_test(
     check: str, who: str, nodes: Mapping[str, Any], ranks_per_node: int, *, backend: str = "gloo"
-) -> tuple[Finding, Sequence[Mapping[str, Any]]]:
-    """Runs the self-test's ranks; returns the finding, and what was measured if all is well."""
+) -> Finding:
+    """Runs ranks on all nodes, which exchange numbers and verify them."""
     try:
         measured = _run_exchange(nodes, ranks_per_node, backend)
     except _FAULTS as error:
         advice = "see the findings above, and run it again with NCCL_DEBUG=INFO on GPUs"
-        return Finding(check, "fail", str(error), advice), ()
-    rows = measured["rows"]
+        return Finding(check, "fail", str(error), advice)
     if not measured["sound"]:
         advice = (
             "memory, a cable or a card is faulty: check half of the nodes, `nvidia-smi topo -m`"
         )
-        return Finding(check, "fail", f"{who} received wrong numbers", advice), ()
-    if not rows:
-        return Finding(check, "ok", f"{who}: nothing to exchange"), ()
-    # the largest exchange of the widest group is measured last
-    largest = f"{rows[-1]['bytes'] / 2**20:.0f} MiB in {rows[-1]['seconds'] * 1e6:,.0f} µs"
-    return Finding(check, "ok", f"{who}: {largest}, all numbers correct"), rows
+        return Finding(check, "fail", f"{who} received wrong numbers", advice)
+    took = f"{NUM_BYTES >> 20} MiB in {measured['seconds'] * 1e6:,.0f} µs"
+    return Finding(check, "ok", f"{who}: {took}, all numbers correct")
 
 
 def _run_exchange(nodes: Mapping[str, Any], ranks_per_node: int, backend: str) -> dict[str, Any]:
@@ -260,4 +234,4 @@ def look_at_gpus() -> list[Finding]:
     ]
     here, world = "127.0.0.1", torch.cuda.device_count()
     nodes = {here: Probe(here)}
-    return [*findings, _exchange("NCCL", f"{world} GPU(s)", nodes, world, backend="nccl")[0]]
+    return [*findings, _self_test("NCCL", f"{world} GPU(s)", nodes, world, backend="nccl")]

@@ -142,44 +142,6 @@ def judge_gpus(facts: Sequence[NodeFacts]) -> Finding:
     return Finding("GPUs", "ok", found)
 
 
-def judge_interfaces(facts: Sequence[NodeFacts]) -> Finding:
-    """Judges the interface that each node's ranks would use, and its MTU."""
-
-    def failed(found: str, advice: str) -> Finding:
-        return Finding("interfaces", "fail", found, advice)
-
-    wrong = [
-        f"{name}={value} on {each.address}, which has {', '.join(each.interfaces)}"
-        for each in facts
-        for name, value in each.chosen.items()
-        if not _names_one(value, each.interfaces)
-    ]
-    if wrong:
-        return failed(listed(wrong), "set it to an existing interface, or unset it")
-    if lost := [each.address for each in facts if each.interface is None]:
-        return failed(
-            f"no interface has the node's address on {listed(lost)}",
-            "start Ray there with --node-ip-address set to an address on the network that ranks "
-            "should use",
-        )
-    used = Counter(
-        (each.chosen.get("GLOO_SOCKET_IFNAME", each.interface), each.mtu) for each in facts
-    )
-    found = "; ".join(f"{name}, MTU {mtu} ({n} node(s))" for (name, mtu), n in used.items())
-    if len({mtu for _, mtu in used}) > 1:
-        advice = "MTUs differ, so large packets can get lost"
-        return Finding("interfaces", "warn", found, advice)
-    return Finding("interfaces", "ok", found)
-
-
-def _names_one(value: str, interfaces: Sequence[str]) -> bool:
-    """Returns whether a value of NCCL or Gloo ("eth0,eth1", "=eth0", "^docker") matches an interface."""
-    if value.startswith("^"):
-        return True
-    prefixes = value.removeprefix("=").split(",")
-    return any(name.startswith(prefix) for name in interfaces for prefix in prefixes if prefix)
-
-
 # Between nodes ------------------------------------------------------------------------------------
 
 

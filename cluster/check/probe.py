@@ -8,7 +8,6 @@ nvidia-smi.
 import contextlib
 import importlib.metadata
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -18,23 +17,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ... import __version__
-from ..nodes.agent import interface_of
 from ..nodes.assignment import Assignment
-from ..nodes.node import Node
+from ..nodes.node import Node, versions
 from ..nodes.node_check import NodeCheck
 from .exchange import RESULT
 
 UNLIMITED = -1
 _SHARED_MEMORY = Path("/dev/shm")
-_CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the user
 _MARGIN_S = 10.0  # added to the limit of a call
 _SMI_LIMIT_S = 60.0  # a machine with eight GPUs may take seconds to wake its driver
 
@@ -59,10 +55,6 @@ class NodeFacts:
     open_files: int  # limit per process, or UNLIMITED
     processes: int  # limit per user, or UNLIMITED
     shared_memory_bytes: int | None = None  # free; None: there is no /dev/shm
-    interface: str | None = None  # the one with the node's address
-    mtu: int | None = None
-    chosen: Mapping[str, str] = field(default_factory=dict)  # interfaces, by variable
-    interfaces: Sequence[str] = ()
     driver: str = ""  # NVIDIA's
     gpus: Sequence[Gpu] = ()
 
@@ -227,8 +219,6 @@ def _start_actor(node_id: str, address: str) -> Any:
 def _gather_facts(address: str) -> NodeFacts:
     """Returns the facts of this machine, which other nodes reach at `address`."""
     memory = psutil.virtual_memory()
-    interface = interface_of(address)
-    stats = psutil.net_if_stats()
     driver, gpus = gpus_here()
     shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     return NodeFacts(
@@ -239,10 +229,6 @@ def _gather_facts(address: str) -> NodeFacts:
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=_limit(resource.RLIMIT_NPROC),
         shared_memory_bytes=shm,
-        interface=interface,
-        mtu=stats[interface].mtu if interface in stats else None,
-        chosen={name: os.environ[name] for name in _CHOSEN if os.environ.get(name)},
-        interfaces=sorted(stats),
         driver=driver,
         gpus=gpus,
     )
@@ -268,8 +254,7 @@ def gpus_here() -> tuple[str, list[Gpu]]:
 
 def _software() -> dict[str, str]:
     """Returns the versions that must match on all nodes; "none" for packages that are missing."""
-    found = {"moebius": __version__, "python": platform.python_version()}
-    found |= {name: _version_of(name) for name in ("torch", "ray")}
+    found = versions() | {"ray": _version_of("ray")}
     # torch's wheels bring NCCL as a package named after its CUDA version
     nccl = [_version_of(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12, 11)]
     found["nccl"] = next((version for version in nccl if version != "none"), "none")

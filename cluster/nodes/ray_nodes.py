@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..job import SIMULATED, Launch, ReplacedError
+from ..job import Launch, ReplacedError
 from ..liveness import beat
 from ..places.ray_session import NAMESPACE, nodes_of
 from ..ray_tasks import tasks_for
@@ -87,8 +87,6 @@ class NodeAgent(Node):
         name = actor_name(launch.run_dir)
         while True:
             time.sleep(min(ORPHANED_LOOK_S, launch.supervisor_timeout_s))
-            if self._supervisor == 0 and launch.where == SIMULATED:
-                continue  # data is still being prepared; the cluster ends with that process
             try:
                 ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:
@@ -288,28 +286,21 @@ class RayNodeProvider:
         """Returns an agent per bundle; reserves the bundles first, and replaces lost nodes."""
         if len(self._nodes) != num_nodes:
             self.release()
-        self._drop_dead(while_waiting)
+        self._drop_dead()
         if self._holds_unwanted():
             self.release()
         if self._group is None:
             while_waiting(f"waiting for {num_nodes} node(s) with {self._bundle} each")
             self._nodes = [None] * num_nodes
             self._group = self._reserve(num_nodes, while_waiting)
-        for number, node in enumerate(self._nodes):
-            if node is None:
-                self._nodes[number] = self._start_agent(self._group, number, while_waiting)
+        self._start_agents(self._group, while_waiting)
         nodes = [node for node in self._nodes if node is not None]
         check_versions([node.describe() for node in nodes])
         return nodes
 
-    def _drop_dead(self, while_waiting: Callable[[str], None]) -> None:
-        """Forgets dead nodes, after waiting for those that are starting."""
-        if self._group is not None and any(node and not node.node_id for node in self._nodes):
-            number = len(self._nodes)
-            while_waiting(f"waiting for {number} reserved node(s) with {self._bundle} each")
-            self._await_group(self._group, while_waiting)
+    def _drop_dead(self) -> None:
         for number, node in enumerate(self._nodes):
-            if node is not None and not self._is_up(node, while_waiting):
+            if node is not None and not node.is_alive():
                 node.forget()
                 self._nodes[number] = None
 
@@ -318,45 +309,25 @@ class RayNodeProvider:
         unwanted = _leaving() | self._excluded
         return any(node is not None and node.node_id in unwanted for node in self._nodes)
 
-    def place_ahead(self) -> bool:
-        """Starts the nodes for a supervisor that follows soon; returns False if there is no room now."""
-        self._sweep_predecessor()
-        num_nodes = self._launch.num_nodes
-        if self._ask_capacity().free < num_nodes:
-            return False
-        group = self._create_group(num_nodes)
-        for number in range(num_nodes):
-            self._create_agent(group, number)
-        return True
-
     def adopt_nodes(self) -> Sequence[NodeHandle]:
         """Returns an earlier supervisor's live nodes, which stay reserved."""
-        self.expect_nodes()
-        deadline = time.monotonic() + ADOPT_TIMEOUT_S
-        for number, node in enumerate(self._nodes):
-            left_s = max(0.0, deadline - time.monotonic())
-            if node is not None and not node.is_up(timeout_s=left_s):
-                node.forget()
-                self._nodes[number] = None
-        return [node for node in self._nodes if node is not None]
-
-    def expect_nodes(self) -> None:
-        """Takes over the bundles and agents that an earlier supervisor or the submitter created."""
         try:
             group = ray.util.get_placement_group(actor_name(self._launch.run_dir))
         except ValueError:
-            return
+            return ()
         self._group, self._nodes = group, [None] * group.bundle_count
-        run_dir = Path(self._launch.run_dir)
-        for number, actor in self._agents():
-            node, other = RemoteNode(actor, self._supervisor, run_dir), self._nodes[number]
-            if other is None:
+        run_dir, deadline = Path(self._launch.run_dir), time.monotonic() + ADOPT_TIMEOUT_S
+        found = [
+            (number, RemoteNode(actor, self._supervisor, run_dir))  # asks them all at once
+            for number, actor in self._agents()
+        ]
+        for number, node in found:
+            left_s = max(0.0, deadline - time.monotonic())
+            if self._nodes[number] is None and node.is_up(timeout_s=left_s):
                 self._nodes[number] = node
-            elif other.is_up(timeout_s=ADOPT_TIMEOUT_S):
-                node.forget()
             else:
-                other.forget()
-                self._nodes[number] = node
+                node.forget()
+        return [node for node in self._nodes if node is not None]
 
     def where_to_prepare(self) -> list[str]:
         """Returns arguments of the process that prepares data: its tasks use the remaining CPUs.
@@ -413,14 +384,11 @@ class RayNodeProvider:
         self._sweep_predecessor()
         group = self._create_group(num_nodes)
         self._group = group  # so that release() removes it if the waiting is aborted
-        self._await_group(group, while_waiting)
-        return group
-
-    def _await_group(self, group: PlacementGroup, while_waiting: Callable[[str], None]) -> None:
         started = time.monotonic()
         while not group.wait(timeout_seconds=POLL_S):
             busy = time.monotonic() - started > self._launch.place_timeout_s
             while_waiting("waiting: all suitable nodes are busy with other work" if busy else "")
+        return group
 
     def _create_group(self, num_nodes: int) -> PlacementGroup:
         elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
@@ -451,30 +419,24 @@ class RayNodeProvider:
         actor = agent.options(**options).remote(self._launch)
         return RemoteNode(actor, self._supervisor, Path(self._launch.run_dir))
 
-    def _start_agent(
-        self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]
-    ) -> RemoteNode:
-        """Starts the agent of a bundle; a bundle of a lost node still points to it for a while."""
-        while True:
-            node = self._create_agent(group, number)
-            try:
-                if self._is_up(node, while_waiting):
-                    return node
-            except BaseException:
-                node.end()  # the waiting was aborted
-                raise
-            while_waiting(f"the agent of node {number} could not be started; trying again")
-            time.sleep(POLL_S)
-
-    def _is_up(self, node: RemoteNode, while_waiting: Callable[[str], None]) -> bool:
-        """Returns whether a node is alive; waits while it is starting."""
-        if node.node_id:
-            return node.is_alive()
-        while not node.is_up(timeout_s=POLL_S):
-            while_waiting("")
-            if node.is_dead:
-                return False
-        return True
+    def _start_agents(self, group: PlacementGroup, while_waiting: Callable[[str], None]) -> None:
+        """Starts an agent in every bundle without one; a lost node's bundle fails for a while."""
+        missing = [number for number, node in enumerate(self._nodes) if node is None]
+        starting = {number: self._create_agent(group, number) for number in missing}
+        try:
+            while starting:
+                for number, node in [*starting.items()]:
+                    while_waiting("")
+                    if node.is_up(timeout_s=POLL_S):
+                        self._nodes[number] = starting.pop(number)
+                    elif node.is_dead:
+                        words = f"the agent of node {number} could not be started; trying again"
+                        while_waiting(words)
+                        time.sleep(POLL_S)
+                        starting[number] = self._create_agent(group, number)
+        finally:
+            for node in starting.values():  # the waiting was aborted
+                node.forget()
 
 
 def _remove_group(name: str) -> None:

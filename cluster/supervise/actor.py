@@ -12,7 +12,6 @@ Cost: one process of about 80 MB.
 import contextlib
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ class Supervisor:
         number = _take_number(run_dir)
         try:
             nodes = RayNodeProvider(self._launch, number.number)
-            if self._launch.placed_ahead:
-                nodes.expect_nodes()
             data = None
             if self._launch.prepares_data:
                 data = BackgroundData(self._launch, nodes.where_to_prepare)
@@ -64,24 +61,6 @@ def _take_number(run_dir: Path) -> SupervisorNumber:
             return SupervisorNumber.take(run_dir)
         except OSError:  # the disk is full; nodes end their ranks if this takes too long
             time.sleep(POLL_S)
-
-
-def place_ahead(launch: Launch) -> Launch:
-    """Starts the job's nodes before its supervisor, if there is room; returns the supervisor's launch.
-
-    The nodes end themselves if no supervisor comes within half a minute.
-    """
-    if not launch.warm_start or _is_supervised(launch):  # `start_supervisor` will refuse
-        return launch
-    return replace(launch, placed_ahead=RayNodeProvider(launch, 0).place_ahead())
-
-
-def _is_supervised(launch: Launch) -> bool:
-    try:
-        ray.get_actor(actor_name(launch.run_dir), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def start_supervisor(launch: Launch) -> None:

@@ -2,9 +2,8 @@
 
 A supervisor must neither end nor forget its decisions because the run folder cannot be written for an hour.
 Entries that cannot be written are kept in order and retried with every heartbeat, while the ranks continue.
-The first late entry says how late it is and why; every late one has `late_s` in its details, and the time of
-the decision. A new generation begins only when all is written, because the successor of a killed supervisor
-would not know of it.
+A late entry has the time of its decision, and says in its details how late it is and why. A new generation
+begins only when all is written, because the successor of a killed supervisor would not know of it.
 
 If the supervisor is killed, its unwritten entries are lost. Its successor finds no ranks and starts a new
 generation.
@@ -33,11 +32,8 @@ class RetryingJournal(Journal):
         super().__init__(run_dir)
         self._run_dir = run_dir
         self._clock = clock
-        self._waiting: deque[tuple[float, dict[str, Any]]] = (
-            deque()
-        )  # with the time since they wait
-        self._why = ""
-        self._is_told = False  # the first late entry has said that it is late
+        self._waiting: deque[tuple[float, dict[str, Any]]] = deque()  # since when, and what
+        self._why = ""  # they wait
 
     def append(self, state: State, **values: Any) -> None:
         """Appends one state, now or as soon as possible."""
@@ -49,15 +45,15 @@ class RetryingJournal(Journal):
         while self._waiting:
             since_s, entry = self._waiting[0]
             if self._why:
-                entry = self._as_late(entry, self._clock() - since_s)
+                late = {"late_s": round(self._clock() - since_s, 1), "late_because": self._why}
+                entry = entry | {"details": entry["details"] | late}
             try:
                 self.write(entry)
             except OSError as error:
                 self._note(error)
                 return False
             self._waiting.popleft()
-            self._is_told = True
-        self._why, self._is_told = "", False
+        self._why = ""
         return True
 
     def beat(self) -> None:
@@ -71,24 +67,12 @@ class RetryingJournal(Journal):
         while not self.catch_up() and stop_requested(self._run_dir) != STOP_NOW:
             self.beat()
             time.sleep(_SETTLE_S)
-        self.give_up()
-
-    def give_up(self) -> None:
-        """Logs the entries that will never be written."""
         for _, entry in self._waiting:
             logger.error("not written to %s: %s", self.path, entry)
         self._waiting.clear()
 
-    def _as_late(self, entry: dict[str, Any], late_s: float) -> dict[str, Any]:
-        details = entry["details"] | {"late_s": round(late_s, 1)}
-        if self._is_told:
-            return entry | {"details": details}
-        words = f"written {late_s:.0f} s late: the journal could not be written ({self._why})"
-        return entry | {"reason": f"{entry['reason']} ({words})", "details": details}
-
     def _note(self, error: OSError) -> None:
         if not self._why:
-            self._is_told = False
             logger.warning(
                 "%s cannot be written (%s): new entries stay in memory until there is space",
                 self.path,

@@ -2,8 +2,7 @@
 
 For every rank: the state of its process and where it waits in the kernel; the Python stacks of all its
 threads, which faulthandler writes on SIGUSR1 (train/record/heartbeat.py); and its progress in the
-collectives. All ranks are asked at once. A stopped process cannot answer; for it there is only /proc, and its
-stacks if py-spy is installed.
+collectives. All ranks are asked at once. A stopped process cannot answer; for it there is only /proc.
 
 The evidence goes to one file per rank, logs/g001/stall/rank3.txt. Cost: about half a second if all answer,
 WAIT_S if one does not.
@@ -12,10 +11,7 @@ WAIT_S if one does not.
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +22,6 @@ from .heartbeats import GONE, STOPPED, process_state
 
 WAIT_S = 2.5
 _LOOK_S = 0.1
-_PY_SPY_S = 5.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
 
 
@@ -58,7 +53,7 @@ def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
         waiting = [each for each in waiting if not each.has_answered()]
     found = []
     for rank, each in sorted(asked.items()):
-        stacks, positions = each.stacks() or _stacks_from_outside(each.beat.pid), each.positions()
+        stacks, positions = each.stacks(), each.positions()
         text = _describe(rank, each, stacks, positions)
         (into / f"rank{rank}.txt").write_text(text, encoding="utf-8")
         found.append(Evidence(rank, each.process, innermost_frame(stacks), positions))
@@ -121,20 +116,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _stacks_from_outside(pid: int) -> str:
-    """Returns the stacks that py-spy reads from outside; "" if it is not installed."""
-    beside = str(Path(sys.executable).parent)
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=beside)
-    if program is None:
-        return ""
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        run = subprocess.run(command, capture_output=True, timeout=_PY_SPY_S, check=False)
-    except subprocess.TimeoutExpired:
-        return ""
-    return (run.stdout or run.stderr).decode(errors="replace")
 
 
 def _describe(rank: int, asked: _Asked, stacks: str, positions: list[dict[str, Any]] | None) -> str:

@@ -45,7 +45,6 @@ HEADER = "GPUs layout ep shard dispatcher recompute GB ms c+x+w % tok/s MFU"
     [
         "smoke",
         "moeut_244m --nodes 1250 --ep 16 --dispatcher hierarchical",
-        pytest.param("smoke --nodes 1250 --detail", marks=pytest.mark.slow),
     ],
 )
 def test_one_line_per_layout_best_first_and_nothing_cut(arguments: str, capsys: Capture) -> None:
@@ -120,15 +119,6 @@ def test_small_models_wait_for_the_host(capsys: Capture) -> None:
     assert waiting > 0
     assert f"{1e3 * waiting:.1f} ms more than the device" in words_of(capsys, "smoke")
     assert "host-bound:" not in run(capsys, "smoke", "--tokens-per-rank", "1000000")
-
-
-def test_detail_lists_every_collective(capsys: Capture) -> None:
-    words = run(capsys, "smoke", "--detail")
-    without, spread = words.split("dp_replicate ")[-2:]
-    assert "dispatch" not in without
-    for kind in ("feed_forward", "value", "output"):
-        assert f"{kind} dispatch" in spread
-        assert f"{kind} combine" in spread
 
 
 def test_a_slow_network_makes_expert_parallelism_pay(capsys: Capture, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from jobs import (
 
 from moebius.cluster.job import JobError, JobStatus, Journal, State
 from moebius.cluster.nodes import processes
-from moebius.cluster.nodes.provider import Capacity, NodesUnavailable
+from moebius.cluster.nodes.provider import NodesUnavailable
 from moebius.cluster.places.ray_session import NAMESPACE
 from moebius.cluster.stop import request_stop
 
@@ -170,64 +170,9 @@ def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
     wait_for(lambda: groups_left(name) == [], what="the bundles to be given back")
 
 
-@pytest.mark.slow
-def test_nodes_that_were_placed_ahead_are_the_supervisor_s(tmp_path):
-    from ray.util import list_named_actors
-
-    from moebius.cluster.supervise.actor import place_ahead
-
-    launch = place_ahead(fake_launch(tmp_path, "plain=1", "steps=100000", "step_s=0.1"))
-    assert launch.placed_ahead
-    before = set(list_named_actors())
-    run_dir = begin(launch)
-    wait_for_step(run_dir, 3)
-    started = set(list_named_actors()) - before
-    assert [name.partition("-")[0] for name in started] == ["supervisor"], "no other node"
-    request_stop(run_dir)
-    assert end_of(run_dir).state is State.STOPPED
-
-
-@pytest.mark.slow
-def test_nodes_that_were_placed_ahead_of_nobody_end_themselves(tmp_path):
-    from moebius.cluster.nodes.ray_nodes import actor_name
-    from moebius.cluster.supervise.actor import place_ahead
-
-    place_ahead(fake_launch(tmp_path, num_nodes=2, supervisor_timeout_s=1.0))
-    name = actor_name(str(tmp_path))
-    assert groups_left(name)
-    wait_for(lambda: not groups_left(name), what="the bundles to be given back")
-    assert_nothing_left(tmp_path, within_s=60)
-
-
-@pytest.mark.slow
-def test_what_was_reserved_ahead_and_never_comes_is_given_back_for_fewer(tmp_path, monkeypatch):
-    from moebius.cluster.nodes.ray_nodes import RayNodeProvider
-    from moebius.cluster.supervise.actor import place_ahead
-
-    with monkeypatch.context() as patch:  # the third node is lost at once
-        patch.setattr(RayNodeProvider, "_ask_capacity", lambda _: Capacity(could=3, free=3))
-        launch = place_ahead(fake_launch(tmp_path, num_nodes=3))
-    assert launch.placed_ahead
-    provider = RayNodeProvider(launch, 1)
-    provider.expect_nodes()
-    told = []
-    try:
-        assert len(provider.provide_nodes(2, told.append)) == 2
-    finally:
-        provider.release()
-    assert told[0] == "waiting for 2 node(s) with 1 CPUs each"
-    assert_nothing_left(tmp_path)
-
-
-def test_no_room_ahead_is_no_error(tmp_path):
-    from moebius.cluster.supervise.actor import place_ahead
-
-    assert not place_ahead(fake_launch(tmp_path, num_nodes=3)).placed_ahead
-
-
 @pytest.mark.slow  # 11 s
 def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):
-    from moebius.cluster.supervise.actor import place_ahead, start_supervisor
+    from moebius.cluster.supervise.actor import start_supervisor
 
     good = begin(
         fake_launch(tmp_path / "good", "plain=1", "hold=30:1", "steps=30", num_nodes=2, name="same")
@@ -243,10 +188,8 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
             name="same",
         )
     )
-    again = place_ahead(fake_launch(good))
-    assert not again.placed_ahead
     with pytest.raises(JobError, match="another supervisor of this run folder is still running"):
-        start_supervisor(again)
+        start_supervisor(fake_launch(good))
     let_go(good)
     failed, succeeded = end_of(bad), end_of(good)
     assert (failed.state, succeeded.state) == (State.FAILED, State.SUCCEEDED)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moebius.cluster.job import Journal, State
+from moebius.cluster.stop import request_stop
 from moebius.cluster.supervise.retrying_journal import RetryingJournal
 
 FULL = Path("/dev/full")
@@ -47,11 +48,11 @@ def test_what_is_decided_on_a_full_disk_is_written_when_there_is_space(
     assert disk.journal.catch_up()
     disk.journal.append(State.RUNNING, generation=2, reason="fourth")
     entries = Journal(tmp_path).entries()
-    late = "written 45 s late: the journal could not be written (No space left on device)"
+    why = {"late_because": "No space left on device"}
     assert [(entry.reason, entry.details) for entry in entries] == [
         ("first", {}),
-        (f"second ({late})", {"late_s": 45.0}),
-        ("third", {"late_s": 15.0}),
+        ("second", {"late_s": 45.0} | why),
+        ("third", {"late_s": 15.0} | why),
         ("fourth", {}),
     ]
     assert [entry.time for entry in entries] == sorted(entry.time for entry in entries)
@@ -88,6 +89,7 @@ def test_what_is_given_up_is_said_elsewhere(
     (tmp_path / "journal.jsonl").symlink_to(FULL)
     journal = RetryingJournal(tmp_path)
     journal.append(State.SUCCEEDED, generation=1, reason="finished at step 7")
-    journal.give_up()
+    request_stop(tmp_path, now=True)
+    journal.settle()
     assert "finished at step 7" in caplog.text
     assert journal.catch_up()

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +40,6 @@ def ranks(monkeypatch):
     """Heartbeats of sleeping processes, which SIGUSR1 does not reach."""
     monkeypatch.setattr(evidence.os, "kill", lambda pid, number: None)
     monkeypatch.setattr(evidence, "WAIT_S", 0.3)
-    monkeypatch.setattr(evidence.shutil, "which", lambda name, path=None: None)
     sleepers = [
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
     ]
@@ -81,16 +79,3 @@ def test_what_a_rank_answers_and_that_another_does_not(ranks, tmp_path, monkeypa
     assert "in clip_gradients" in text
     assert "of another time" not in text
     assert "no answer" in (tmp_path / "stall" / "rank1.txt").read_text()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_a_stopped_rank_is_read_from_outside_where_py_spy_is_there(ranks, tmp_path, monkeypatch):
-    program = tmp_path / "py-spy"
-    program.write_text('#!/bin/sh\necho "seen $*"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(evidence.shutil, "which", lambda name, path=None: str(program))
-    monkeypatch.setattr(evidence, "process_state", lambda beat: "T")
-    gather(tmp_path, {0: ranks[0]}, tmp_path / "stall")
-    text = (tmp_path / "stall" / "rank0.txt").read_text()
-    assert f"seen dump --nonblocking --pid {ranks[0].pid}" in text
-    assert not Path(page_of(tmp_path, 0).with_suffix(".ask")).exists()
