@@ -10,7 +10,8 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.record.heartbeat import PhaseClock
@@ -23,6 +24,7 @@ from ..job import (
     RootCause,
     State,
     Superseded,
+    SupervisorNumber,
     announced_generation,
     write_atomically,
 )
@@ -33,10 +35,8 @@ from ..report.history import describe_trouble
 from ..report.json_lines import JsonLinesTail
 from ..stop import STOP_NOW, STOP_PREEMPT, stop_requested
 from ..watch.watcher import RankWatcher, read_limits
+from .background_data import BackgroundData
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
-
-if TYPE_CHECKING:
-    from .job_supervisor import JobSupervisor
 
 POLL_S = 0.2
 COLLECT_S = 3.0  # wait for the other nodes' reports after the first failure
@@ -87,10 +87,25 @@ class RecoveryClock(PhaseClock):
         return phases
 
 
+class GenerationOwner(Protocol):
+    """Declares what a generation needs of its job's supervisor."""
+
+    run_dir: Path
+    number: SupervisorNumber
+    generation: int
+    data: BackgroundData | None
+    clock: RecoveryClock
+
+    def log(self, state: State, reason: str, **details: object) -> None: ...
+    def beat(self) -> None: ...
+    def look_after_data(self) -> None: ...
+    def why_resize(self, current: int) -> str: ...
+
+
 class GenerationWatch:
     """Watches one generation from its start to its end."""
 
-    def __init__(self, owner: "JobSupervisor", nodes: Sequence[NodeHandle], launch: Launch):
+    def __init__(self, owner: GenerationOwner, nodes: Sequence[NodeHandle], launch: Launch):
         self.owner = owner
         self.nodes = nodes
         self.launch = launch
