@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .config.feed_forward_config import ExpertsConfig
 from .config.model_config import ModelConfig
 from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
@@ -109,13 +108,13 @@ class SubTokens(nn.Module):
     2404.15045).
 
     A row's sub-tokens are neighbours. Rows stay sequence-major, so a router sees h times as many
-    positions. With `residual` a sub-token is added to its experts' output, as the paper writes it;
-    its released code does not.
+    positions. As in the released code, and unlike the paper's formula, a sub-token is not added to
+    its experts' output.
     """
 
-    def __init__(self, d_model: int, num_heads: int, *, residual: bool) -> None:
+    def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads, self.residual = num_heads, residual
+        self.num_heads = num_heads
         self.head = Linear(
             d_model,
             d_model,
@@ -129,9 +128,8 @@ class SubTokens(nn.Module):
         """Splits rows, (T, D) to (T·h, D/h)."""
         return self.head(x_TD).unflatten(1, (self.num_heads, -1)).flatten(0, 1)
 
-    def join(self, y_UC: Tensor, x_UC: Tensor) -> Tensor:
-        """Joins the experts' outputs for the sub-tokens x, each (T·h, D/h), to (T, D)."""
-        y_UC = y_UC + x_UC if self.residual else y_UC
+    def join(self, y_UC: Tensor) -> Tensor:
+        """Joins the experts' outputs for the sub-tokens, (T·h, D/h), to (T, D)."""
         return self.merge(y_UC.unflatten(0, (-1, self.num_heads)).flatten(1))
 
 
@@ -149,9 +147,7 @@ class SparseFeedForward(nn.Module):
         self.same_input = config.norm != "peri"
         self.view = None
         if experts.sub_tokens > 1:
-            self.view = SubTokens(
-                config.d_model, experts.sub_tokens, residual=experts.sub_token_residual
-            )
+            self.view = SubTokens(config.d_model, experts.sub_tokens)
         self.router = make_router(
             experts.router, width, experts.num_experts, init=initializers.router(width)
         )
@@ -186,7 +182,6 @@ class SparseFeedForward(nn.Module):
                 up_init=initializers.dense(config.d_model),
                 down_init=initializers.dense(d_shared),
             )
-        self.routed_weight, self.shared_weight = _sum_weights(experts)
         self.output_norm = (
             NORM.get(config.norm_layer)(config.d_model) if experts.output_norm else None
         )
@@ -218,12 +213,12 @@ class SparseFeedForward(nn.Module):
         shared: list[Tensor] = []
         y_TD = self.expert_outputs(x_TD, routing.plan, beside=lambda: self._share(x_BSD, shared))
         if self.view is not None:
-            y_TD = self.view.join(y_TD, x_TD)
+            y_TD = self.view.join(y_TD)
         y_BSD = y_TD.unflatten(0, x_BSD.shape[:2])
         if self.output_norm is not None:
             y_BSD = self.output_norm(y_BSD)
         for shared_BSD in shared:
-            y_BSD = self.routed_weight * y_BSD + self.shared_weight * shared_BSD
+            y_BSD = y_BSD + shared_BSD
         return y_BSD, routing
 
     def _share(self, x_BSD: Tensor, out: list[Tensor]) -> None:
@@ -250,11 +245,3 @@ class SparseFeedForward(nn.Module):
         return torch.empty_like(emitted_GMD.flatten(0, 1)).index_copy(
             0, plan.rows_GM.flatten(), emitted_GMD.flatten(0, 1)
         )
-
-
-def _sum_weights(config: ExpertsConfig) -> tuple[float, float]:
-    """Returns the weights of the routed and the shared experts' outputs."""
-    if config.shared_sum == "plain":
-        return 1.0, 1.0
-    k = config.router.active_experts(config.num_experts, sequence_rows=1)
-    return k / (k + 1), 1 / (k + 1)

@@ -332,16 +332,11 @@ class SparseFeedForward(nn.Module):
             x_TD, row_N, experts_TK.flatten(), weights_TK.flatten(), row_N, len(x_TD)
         )
         if self.view is not None:
-            y_TD = self.view.join(y_TD + x_TD if self.settings["sub_token_residual"] else y_TD)
+            y_TD = self.view.join(y_TD)
         y_BSD = y_TD.view(x_BSD.shape)
         if self.output_norm is not None:
             y_BSD = self.output_norm(y_BSD)
-        if self.shared is None:
-            return y_BSD
-        if self.settings["shared_sum"] == "plain":
-            return y_BSD + self.shared(x_BSD)
-        top_k = self.settings["router"]["top_k"]
-        return (top_k * y_BSD + self.shared(x_BSD)) / (top_k + 1)
+        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
 
 
 def of_active(weights_TK: Tensor, active_BS: Tensor | None) -> Tensor:

@@ -112,7 +112,6 @@ class SwitchHead(RotaryAttention):
         choice = SigmoidConfig(
             top_k=config.attention.top_k,
             balance=config.attention.balance,
-            expert_dropout=config.attention.expert_dropout,
         )
         init = initializers.attention_router()
         self.value_router = SigmoidRouter(

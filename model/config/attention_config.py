@@ -9,7 +9,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -162,11 +161,6 @@ class SwitchHeadConfig(WithPositionsConfig):
 
     balance: NonNegativeFloat = 0.001
     """Weight δ of the entropy terms that balance the experts."""
-
-    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability that an expert of V or O cannot be chosen, in training; 0 in every published
-    run.
-    """
 
     single_expert: Literal["output_gate", "gated_experts"] = "output_gate"
     """Meaning of one expert per head: "output_gate" has dense V and O and one sigmoid per head (the

@@ -68,16 +68,8 @@ class ExpertsConfig(FeedForwardConfig):
     sub_tokens: PositiveInt = 1
     """Number of parts that a row is split into before routing (MH-MoE)."""
 
-    sub_token_residual: bool = False
-    """Adds a sub-token to its experts' output, as in the paper's formula but not its code."""
-
     num_shared_experts: NonNegativeInt = 0
     """Experts of width `d_expert` that every token uses, outside the router."""
-
-    shared_sum: Literal["plain", "mean"] = "plain"
-    """How shared and routed outputs combine: "plain" adds them (DeepSeek), "mean" is (shared +
-    K·routed)/(K + 1), as in OLMo-core.
-    """
 
     output_norm: bool = False
     """Applies a LayerNorm to the experts' outputs."""
@@ -100,29 +92,9 @@ class ExpertsConfig(FeedForwardConfig):
         return self.router.active_experts(self.num_experts, seq_len * self.sub_tokens)
 
     @model_validator(mode="after")
-    def _check_shape(self) -> Self:
-        if self.shared_sum == "mean" and not self.num_shared_experts:
-            raise ValueError(
-                'shared_sum="mean" with num_shared_experts=0: no shared experts to average; leave it '
-                "out"
-            )
-        if self.sub_token_residual and self.sub_tokens == 1:
-            raise ValueError(
-                "sub_token_residual=True with sub_tokens=1: there are no sub-tokens; set "
-                "sub_tokens to 2 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_router(self) -> Self:
         router = self.router
         router.check(self.num_experts)
-        if self.shared_sum == "mean" and router.needs_length:
-            raise ValueError(
-                'shared_sum="mean" weighs by the experts that serve a row, and '
-                f"router.kind={router.kind!r} as configured has no such number without the sequence "
-                'length: set shared_sum="plain"'
-            )
         if not router.promises.causal and not self.allow_future_leak:
             raise ValueError(
                 f"router.kind={router.kind!r} as configured lets a position read later ones, so a "

@@ -62,11 +62,6 @@ class ExpertChoiceConfig(RouterConfig):
         """Returns whether one position alone cannot be routed."""
         return self.scope == "flat"
 
-    @property
-    def needs_length(self) -> bool:
-        """Returns whether `active_experts` depends on the rows of a sequence."""
-        return self.scope == "flat"
-
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Returns how many experts take a row; flat counts one sequence as the micro-batch."""
         members = self.sequences_per_group if self.scope == "position" else sequence_rows

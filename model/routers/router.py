@@ -68,11 +68,6 @@ class RouterConfig(BaseModel):
         return False
 
     @property
-    def needs_length(self) -> bool:
-        """Returns whether `active_experts` depends on the rows of a sequence."""
-        return False
-
-    @property
     def experts_per_row(self) -> float:
         """Returns the mean number of experts per row before refusals, which gives its FLOPs."""
         raise NotImplementedError(f"the router {self.kind!r} must define experts_per_row")

@@ -49,11 +49,6 @@ class SlotMixingConfig(RouterConfig):
         """Returns whether one position alone cannot be routed."""
         return True
 
-    @property
-    def needs_length(self) -> bool:
-        """Returns whether `active_experts` depends on the rows of a sequence."""
-        return True
-
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Returns the slots computed for a sequence, per row of it."""
         return num_experts * self.slots(num_experts) / sequence_rows

@@ -85,7 +85,6 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "shared": (
         "deepseek",
         {
-            "feed_forward.shared_sum": "mean",
             "feed_forward.router.scores": "softmax",
             "feed_forward.router.group_score": "max",
             "feed_forward.router.renormalise": False,
@@ -99,7 +98,6 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {
             "feed_forward.router.gate": "sigmoid",
             "feed_forward.router.d_routing": 3,
-            "feed_forward.sub_token_residual": True,
             "attention.positions": {"kind": "rotary", "width": 4, "base": 100.0},
         },
     ),

@@ -94,27 +94,10 @@ def test_routers(router: dict[str, Any], message: str) -> None:
             "top_k=2 is more than num_experts=1: set top_k=1",
         ),
         (
-            {"feed_forward.shared_sum": "mean"},
-            'shared_sum="mean" with num_shared_experts=0: no shared experts',
-        ),
-        *(
-            (
-                ALLOWED
-                | {"feed_forward.num_shared_experts": 1, "feed_forward.shared_sum": "mean"}
-                | {"feed_forward.router": router},
-                rf"by the experts that serve a row, and router.kind='{router['kind']}' as",
-            )
-            for router in (
-                {"kind": "expert_choice", "scope": "flat"},
-                {"kind": "soft_moe", "slots_per_expert": 1},
-            )
-        ),
-        (
             {"feed_forward.sparse_layers": 2},
             "sparse_layers=2 with layers_per_group=2 leaves no layer with experts",
         ),
         ({"feed_forward.sub_tokens": 5}, "sub_tokens=5 does not divide d_model=128"),
-        ({"feed_forward.sub_token_residual": True}, "set sub_tokens to 2 or more"),
     ],
 )
 def test_models(changes: dict[str, Any], message: str) -> None:

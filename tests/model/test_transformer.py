@@ -255,26 +255,6 @@ def test_every_tensor_has_its_own_stream_and_every_seed_another() -> None:
     )
 
 
-def test_attention_experts_can_be_dropped_in_training_only() -> None:
-    """With `expert_dropout` V and O choose among fewer experts while training, and all after it."""
-    config = ModelConfig.from_dotted(
-        {"vocab_size": 31, "d_model": 16, "attention.num_experts": 6, "attention.top_k": 1}
-    )
-    dropping = config.changed({"attention.expert_dropout": 0.5})
-    tokens = some_tokens(2, 9, vocabulary=31)
-    chosen: dict[str, list[torch.Tensor]] = {}
-    for name, which in (("all", config), ("some", dropping)):
-        model = Transformer(which)
-        initialise(model, 0)
-        router = layers(model)[0].attention.value_router
-        torch.manual_seed(0)
-        x_TD = model.embedding.detach()[tokens.flatten()]
-        chosen[name] = [router.train(mode).choose_per_head(x_TD)[0] for mode in (True, False)]
-    assert torch.equal(chosen["all"][0], chosen["all"][1])
-    assert torch.equal(chosen["all"][1], chosen["some"][1])
-    assert not torch.equal(chosen["some"][0], chosen["some"][1])
-
-
 def test_more_positions_than_were_learned_are_refused() -> None:
     positions = {"attention.positions.kind": "learned", "attention.positions.max_positions": 5}
     model = make(ODD.changed(positions))

@@ -165,15 +165,6 @@ def test_matched_experts_cost_a_dense_layer_and_mixing_6de(granularity: int) -> 
     assert sum(weight.numel() for weight in layer.sparse.parameters()) == 32 * 2 * d_model * width
 
 
-def test_shared_experts_are_weighed_by_the_mixtures_of_a_row() -> None:
-    """(shared + K·routed) / (K + 1), with K = E / M = 1.5."""
-    sizes: dict[str, Any] = {"num_shared_experts": 1, "shared_sum": "mean"}
-    layer, x_BSD = make_layer(MOT, **sizes), rows(8, 3)
-    assert layer.shared is not None
-    routed = layer.expert_outputs(x_BSD.flatten(0, 1), mixture_of(layer, x_BSD)).view_as(x_BSD)
-    torch.testing.assert_close(layer(x_BSD, x_BSD)[0], (layer.shared(x_BSD) + 1.5 * routed) / 2.5)
-
-
 # ---- a group of one
 
 
