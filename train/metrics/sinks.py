@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.errors import ConfigError
 from ..config.run_config import Config
 from ..record.redaction import redact, redact_values
 from .curves import points_of
 from .log import BackgroundSink, MetricsLog, Record, Sink
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 _DEPTHS_EVERY = 10  # lines between those with every depth step
 # TensorBoard's page "Custom Scalars": one chart per statistic, with a curve for each depth step.
@@ -62,49 +59,28 @@ class RunFacts:
 
 
 class TensorBoard:
-    """Writes event files into the run folder; `purge_step` hides the steps of abandoned attempts.
-
-    Everything is in one folder, because `SummaryWriter.add_hparams` would create a second run.
-    """
+    """Writes event files into the run folder; `purge_step` hides the steps of abandoned attempts."""
 
     def __init__(self, facts: RunFacts, first_step: int | None) -> None:
         """Opens a new event file; hides steps from `first_step` on, unless it is None."""
+        from torch.utils.tensorboard import SummaryWriter
+
         self._facts = facts
-        self._writer = self._open(first_step)
+        folder = str(facts.run_dir / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=first_step, flush_secs=20)
         self._writer.add_custom_scalars(_LAYOUT)
         configuration = json.dumps(facts.config, indent=2).replace("\n", "\n    ")
         self._writer.add_text("configuration", f"    {configuration}", 0)
-        self._add_hparams(has_finished=False)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes numbers as curves, and events as text."""
+        """Writes numbers as curves."""
         for record in records:
             for curve, value in self._facts.points(record):
                 self._writer.add_scalar(curve, value, record.step, record.time_s)
-            if event := event_of(record):
-                self._writer.add_text("events", event, record.step, record.time_s)
 
-    def close(self, state: str) -> None:
-        """Closes the event file, after recording a finished run's hyperparameters."""
-        if state == "finished":
-            self._add_hparams(has_finished=True)
+    def close(self, _state: str) -> None:
+        """Closes the event file."""
         self._writer.close()
-
-    def _open(self, first_step: int | None) -> "SummaryWriter":
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = str(self._facts.run_dir / "tensorboard")
-        return SummaryWriter(folder, purge_step=first_step, flush_secs=20)
-
-    def _add_hparams(self, *, has_finished: bool) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
-        judged_by = {"loss/validation": 0.0, "loss/train": 0.0}  # only the names are written
-        begun, started, ended = hparams(flat_values(self._facts.config), judged_by)
-        file_writer = self._writer.file_writer
-        assert file_writer is not None, "an open writer has a file"
-        for summary in (ended,) if has_finished else (begun, started):
-            file_writer.add_summary(summary)
 
 
 class WandB:
@@ -373,27 +349,6 @@ def flat_values(values: Mapping[str, Any], before: str = "") -> dict[str, bool |
         else:
             flat[name] = "none" if value is None else json.dumps(value)
     return flat
-
-
-def event_of(record: Record) -> str:
-    """Returns a sentence about what happened to the run; "" for a line of numbers."""
-    values = record.values
-    match record.kind:
-        case "start" if values.get("resumed_from_step") is not None:
-            return (
-                f"generation {values.get('generation')} continues from step "
-                f"{values['resumed_from_step']} with {values.get('world_size')} ranks"
-            )
-        case "start":
-            return f"started with {values.get('world_size')} ranks"
-        case "checkpoint" | "checkpoint_copy" if values.get("error"):
-            return f"{record.kind.replace('_', ' ')} failed: {values['error']}"
-        case "checkpoint_set_aside":
-            return f"a damaged checkpoint was set aside: {values.get('why')}"
-        case "end":
-            return str(values.get("state"))
-        case _:
-            return ""
 
 
 def _batches(values: list[Any], size: int) -> Iterator[list[Any]]:
