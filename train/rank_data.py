@@ -68,9 +68,9 @@ def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> No
     """Logs how the data differs from the checkpoint's, and checks that there is enough."""
     config = run.config
     if position is not None and config.data.override_position and run.process.rank == 0:
-        for difference in loader.differences(position):
+        for difference in loader.samples.differences(position):
             logger.warning("data.override_position: continuing on other data: %s", difference)
-    loader.check_enough(config.train.steps * config.train.global_batch)
+    loader.samples.check_enough(config.train.steps * config.train.global_batch)
 
 
 # Batches ----------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def save(run: Run) -> None:
     """Starts a checkpoint, which is written in the background while the run continues."""
     meta: dict[str, Any] = {
         "progress": run.progress.as_dict(),
-        "data": run.loader.position(run.progress.samples),
+        "data": run.loader.samples.position(run.progress.samples),
         "experts": run.expert_placement.as_dict(),
         "config": run.config.model_dump(mode="json"),
     }

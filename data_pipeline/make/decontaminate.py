@@ -18,7 +18,6 @@ nearly all n-grams; a binary search decides the others.
 """
 
 import hashlib
-import io
 import json
 import re
 import unicodedata
@@ -29,11 +28,11 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import zstandard
 
 from ..arrow_columns import number_column
 from ..errors import InputError, ShardError
 from ..prepare_config import DecontaminateConfig
+from ..sources.lines import json_records
 
 _BITMAP_BITS = 26  # 8 MiB
 _HEAD = b"moebius.evaluation_index"
@@ -143,32 +142,11 @@ def _item_texts(path: str, fields: Sequence[str]) -> Iterator[str]:
         raise InputError(
             f"evaluation set {path} has an unknown suffix: give .jsonl or .jsonl.zst files"
         )
-    try:
-        with open(path, "rb") as file:
-            lines = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-            stream = io.BufferedReader(lines) if path.endswith(".zst") else file
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield _item_text(line, fields, f"evaluation set {path}, line {number}")
-    except OSError as error:
-        raise InputError(
-            f"evaluation set {path}: cannot be read ({error.strerror or error}): check the name"
-        ) from error
-    except zstandard.ZstdError as error:
-        raise InputError(
-            f"evaluation set {path} is not valid zstd ({error}): fetch it again"
-        ) from error
+    for place, record in json_records(path):
+        yield _item_text(record, fields, f"evaluation set {place}")
 
 
-def _item_text(line: bytes, fields: Sequence[str], where: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise InputError(
-            f"{where}: a JSON {type(record).__name__}; each line must be one JSON object"
-        )
+def _item_text(record: dict[str, Any], fields: Sequence[str], where: str) -> str:
     if missing := [field for field in fields if field not in record]:
         raise InputError(
             f"{where}: no field {missing[0]!r}; its fields are {', '.join(map(repr, record))}: "

@@ -456,9 +456,6 @@ def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
         path: the file.
         content: the record.
         durable: whether the record must survive a power failure.
-
-    Raises:
-        PrepareError: the folder cannot be written.
     """
     text = json.dumps(content)
     with atomic_write(path, durable=durable) as file:
@@ -466,11 +463,7 @@ def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
 
 
 def read_record(path: Path) -> Any | None:
-    """Returns the content of a record; None if it is missing or damaged.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Returns the content of a record; None if it is missing or damaged."""
     try:
         record = json.loads(path.read_bytes())
         content = record["content"]

@@ -103,7 +103,8 @@ class Loader:
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
         self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
         self._fetch = open_fetcher(data, self._skipped)
-        self._samples = OrderedSamples(data, self._fetch)
+        self.samples = OrderedSamples(data, self._fetch)
+        """The order of all samples, and positions in it."""
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
@@ -172,34 +173,18 @@ class Loader:
         self._say_after_s += min(self._say_after_s, _SAY_EVERY_S)
         logger.warning("waiting for data for %.0f s: %s", seconds, self.wait_reason or "reading")
 
-    def position(self, samples: int) -> dict[str, Any]:
-        """Returns what fixes the order of the first `samples` samples, for a checkpoint."""
-        return self._samples.position(samples)
-
-    def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Returns how a saved position differs from this loader's, one line per difference."""
-        return self._samples.differences(position)
-
     def check_position(self, position: Mapping[str, Any]) -> None:
         """Checks that a saved position belongs to this loader's order.
 
         Raises:
             DataError: it does not; the message lists the differences.
         """
-        if differing := self.differences(position):
+        if differing := self.samples.differences(position):
             raise DataError(
                 f"the checkpoint's data or their order differ ({'; '.join(differing)}): continuing "
                 "would repeat some samples and omit others. Resume with the same data and settings, "
                 "start a new run from its weights, or set data.override_position=true"
             )
-
-    def check_enough(self, samples: int) -> None:
-        """Checks that the sources last for `samples` samples, as far as is known.
-
-        Raises:
-            DataError: a source would exceed its `max_epochs`.
-        """
-        self._samples.check_enough(samples)
 
     def __iter__(self) -> "Loader":
         return self
@@ -228,7 +213,7 @@ class Loader:
         if self._thread.is_alive():
             logger.warning("abandoned the loader's thread, which is still %s", self.wait_reason)
         else:
-            self._samples.close()
+            self.samples.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -260,7 +245,7 @@ class Loader:
         """Checks the checkpoint's position once; until it can, returns what it waits for."""
         if self._continues is None:
             return ""
-        if not (reason := self._samples.await_segments(self._continues)):
+        if not (reason := self.samples.await_segments(self._continues)):
             self.check_position(self._continues)
             self._continues = None
         return reason
@@ -272,22 +257,22 @@ class Loader:
         """
         while not self._closed.is_set():
             reason = self._check_continuation()
-            reason = reason or self._samples.prepare(first_sample, self._global_batch)
+            reason = reason or self.samples.prepare(first_sample, self._global_batch)
             self._waiting_for = reason
             if not reason:
                 local = first_sample + self._local_start
-                return self._samples.refs_at(local, self._local_batch)
+                return self.samples.refs_at(local, self._local_batch)
             self._closed.wait(self._poll_s)
         return None
 
     def _read_step(self, first_sample: int, refs: RowRefs) -> Batch:
         local_first = first_sample + self._local_start
-        refs, rows = self._samples.read(local_first, refs, self._skipped)
+        refs, rows = self.samples.read(local_first, refs, self._skipped)
         shape = (-1, self._micro_batch)
         return Batch(
             tokens=rows.tokens.reshape(*shape, rows.tokens.shape[1]),
             first_sample=first_sample,
-            digest=self._samples.digest(local_first, refs),
+            digest=self.samples.digest(local_first, refs),
             loss_mask=_split(rows.loss_mask, self._micro_batch),
             document_ids=_split(rows.document_ids, self._micro_batch),
             equal_shapes=True,

@@ -29,11 +29,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields ranges of the row groups of a Parquet file.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Yields ranges of the row groups of a Parquet file."""
     with opened(url) as file, _columnar_errors(url):
         metadata = pq.ParquetFile(file).metadata
         sizes = [
@@ -52,9 +48,6 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
     """Yields ranges of the record batches of an Arrow file, or one range for a stream.
 
     It divides the number of batches evenly, because the footer does not give their sizes.
-
-    Raises:
-        InputError: the file cannot be read.
     """
     with opened(url) as file, _columnar_errors(url):
         reader = _arrow_reader(file)
@@ -69,11 +62,7 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
 
 
 def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of a split's row groups of a Parquet file.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Reads the documents of a split's row groups of a Parquet file."""
     with opened(split.url, split.size) as file, _columnar_errors(split.url):
         parquet = pq.ParquetFile(file)
         columns = _columns(split.url, parquet.schema_arrow, rules)
@@ -83,11 +72,7 @@ def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 
 
 def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of a split's record batches of an Arrow file, or of a whole stream.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Reads the documents of a split's record batches of an Arrow file, or of a whole stream."""
     with opened(split.url, split.size) as file, _columnar_errors(split.url):
         reader = _arrow_reader(file)
         columns = _columns(split.url, reader.schema, rules)

@@ -58,11 +58,7 @@ def function_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRang
 
 
 def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the records of one split.
-
-    Raises:
-        InputError: the function fails, or its result is not an iterable of records.
-    """
+    """Reads the records of one split."""
     name = split.url.removeprefix(PYTHON)
     for row, record in enumerate(_records(split)):
         where = f"{split.label}, record {row}"

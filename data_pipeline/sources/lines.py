@@ -31,37 +31,26 @@ def whole_file(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
 
 
 def split_lines(split: InputSplit) -> Iterator[Line]:
-    """Yields the lines that begin in a split.
-
-    Raises:
-        InputError: the file cannot be read, or a line is longer than MAX_LINE_BYTES.
-    """
+    """Yields the lines that begin in a split."""
     with opened(split.url, split.size) as file:
         if is_compressed(split.url):
-            yield from _numbered(lines(unpacked_chunks(file, split.url), split))
+            yield from _placed(lines(unpacked_chunks(file, split.url), split))
             return
         offset, found = split.start, lines(chunks(file), split)
         if offset:  # a line that reaches into this split belongs to the previous one
             file.seek(offset - 1)
             offset += len(next(found, b"")) - 1
-        for line in _numbered(found) if split.start == 0 else _placed(found, offset):
+        for line in _placed(found, offset):
             if line.offset >= split.stop:
                 return
             yield line
 
 
-def _numbered(found: Iterable[bytes]) -> Iterator[Line]:
-    """Yields lines from the beginning of a file, with their numbers."""
-    offset = 0
+def _placed(found: Iterable[bytes], offset: int = 0) -> Iterator[Line]:
+    """Yields lines from an offset on; their numbers are known only from the beginning of a file."""
+    is_numbered = offset == 0
     for number, data in enumerate(found, start=1):
-        yield Line(offset, number, data)
-        offset += len(data)
-
-
-def _placed(found: Iterable[bytes], offset: int) -> Iterator[Line]:
-    """Yields lines from the middle of a file, where their numbers are unknown."""
-    for data in found:
-        yield Line(offset, None, data)
+        yield Line(offset, number if is_numbered else None, data)
         offset += len(data)
 
 
@@ -128,11 +117,7 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
 
 
 def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of a split of JSON lines, at about 100 MB/s/core.
-
-    Raises:
-        InputError: a line cannot be read; the message names byte and line.
-    """
+    """Reads the documents of a split of JSON lines, at about 100 MB/s/core."""
     row = 0
     for line in split_lines(split):
         text, fault = decoded(split, line, drop_faults=rules.drop_faults)
@@ -147,7 +132,22 @@ def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]
         row += 1
 
 
-def _object(text: str, place: object) -> dict[str, Any]:
+def json_records(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the records of a whole file of JSON lines, each with its place for messages.
+
+    Raises:
+        InputError: the file or a line cannot be read; the message names its place.
+    """
+    whole = InputSplit("", url, "", 0, 0, 0, "both", 0)
+    with opened(url) as file:
+        pieces = unpacked_chunks(file, url) if is_compressed(url) else chunks(file)
+        for line in _placed(lines(pieces, whole)):
+            if line.data.strip():
+                place = where(whole, line)
+                yield place, _object(line.data, place)
+
+
+def _object(text: str | bytes, place: object) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -192,11 +192,7 @@ class _Growing:
 
 
 def read_text(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of a split of a text file.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Reads the documents of a split of a text file."""
     for row, (text, fault) in enumerate(_pieces(split, rules)):
         yield Document(text, split.file_name, row, fault=fault)
 

@@ -21,7 +21,7 @@ import tokenizers
 from ..errors import InputError
 from ..read.token_store import token_dtype
 from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder
-from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files
+from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, Tokenizer
 
 MAX_PIECE_CHARS = 2**16
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """Encodes and decodes as a tokenizer.json says."""
 
     def __init__(self, text_json: str, *, end_of_document: str = END_OF_DOCUMENT):
@@ -66,11 +66,6 @@ class HuggingFaceTokenizer:
         if self.end_of_document != END_OF_DOCUMENT:
             files[CONFIG_FILE] = json.dumps({"eos_token": self.end_of_document}).encode()
         return files
-
-    @property
-    def sha256(self) -> str:
-        """Returns the hex SHA-256 of the tokenizer's files."""
-        return hash_of_files(self.files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids, with no end of document added."""

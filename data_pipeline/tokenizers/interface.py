@@ -22,22 +22,16 @@ END_OF_DOCUMENT = "<|end_of_document|>"
 
 
 class Tokenizer(Protocol):
-    """Declares what the pipeline and the evaluations need from a tokenizer."""
+    """Declares what the pipeline and the evaluations need from a tokenizer; a base class."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Returns the number of ids, the end of a document included."""
-        ...
+    vocab_size: int
+    """The number of ids, the end of a document included."""
 
-    @property
-    def end_of_document_id(self) -> int:
-        """Returns the id that ends a document; no text is encoded to it."""
-        ...
+    end_of_document_id: int
+    """The id that ends a document; no text is encoded to it."""
 
-    @property
-    def end_of_document(self) -> str:
-        """Returns the token that ends a document, as the tokenizer's file spells it."""
-        ...
+    end_of_document: str
+    """The token that ends a document, as the tokenizer's file spells it."""
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -46,8 +40,9 @@ class Tokenizer(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Returns the hex SHA-256 of the files, which identifies the tokenizer."""
-        ...
+        """Returns the hex SHA-256 of the files in the order of their names, which identifies it."""
+        files = self.files
+        return hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids of `token_dtype(vocab_size)`, without an end.
@@ -65,8 +60,3 @@ class Tokenizer(Protocol):
 def main_file(tokenizer: Tokenizer) -> str:
     """Returns the name of the tokenizer's main file: tokenizer.json or tokenizer.model."""
     return next(name for name in tokenizer.files if name != CONFIG_FILE)
-
-
-def hash_of_files(files: Mapping[str, bytes]) -> str:
-    """Returns the hex sha256 of a tokenizer's files, concatenated in the order of their names."""
-    return hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..prepare_config import NUM_BYTE_IDS
-from .interface import END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files
+from .interface import END_OF_DOCUMENT, TOKENIZER_FILE, Tokenizer
 
 KIND = "bytes"
 """The `type` in its tokenizer.json, which no other library uses."""
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """Encodes text as its UTF-8 bytes, ids 0-255, and 256 for the end of a document."""
 
     vocab_size: int = NUM_BYTE_IDS
@@ -24,11 +24,6 @@ class BytesTokenizer:
         """Returns a tokenizer.json with the kind and the vocabulary size."""
         described = json.dumps({"type": KIND, "vocab_size": self.vocab_size})
         return {TOKENIZER_FILE: described.encode()}
-
-    @property
-    def sha256(self) -> str:
-        """Returns the hex SHA-256 of the tokenizer's files."""
-        return hash_of_files(self.files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to its UTF-8 bytes, as an array of uint16 ids."""

@@ -14,10 +14,10 @@ import numpy as np
 
 from ..errors import InputError
 from ..read.token_store import token_dtype
-from .interface import CONFIG_FILE, MODEL_FILE, hash_of_files
+from .interface import CONFIG_FILE, MODEL_FILE, Tokenizer
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """Encodes and decodes as a SentencePiece model says."""
 
     def __init__(self, model: bytes, *, end_of_document: str = ""):
@@ -45,11 +45,6 @@ class SentencePieceTokenizer:
         if self.end_of_document_id != self._processor.eos_id():
             files[CONFIG_FILE] = json.dumps({"eos_token": self.end_of_document}).encode()
         return files
-
-    @property
-    def sha256(self) -> str:
-        """Returns the hex SHA-256 of the tokenizer's files."""
-        return hash_of_files(self.files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids, with no end of document added."""

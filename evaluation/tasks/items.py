@@ -6,13 +6,12 @@ assertion there. `fail` stops too, but only after reading all items, so that one
 them before anything is scored.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...data_pipeline.sources.compression import chunks, is_compressed, unpacked_chunks
+from ...data_pipeline.sources.lines import json_records
 from .hub import hub_records
 from .task import Encoder, Question, Record, Task, TaskError, TooLongError
 
@@ -154,37 +153,9 @@ def read_records(data: Path | str, name: str, task: Task) -> Iterator[tuple[str,
         task: the task itself.
 
     Raises:
-        TaskError: the file is missing or damaged.
+        ValueError: the file is missing or damaged.
     """
     if data == HUB:
         yield from hub_records(name, task.hub)
         return
-    path = required_file(Path(data), name)
-    try:
-        with open(path, "rb") as file:
-            packed = is_compressed(path.name)
-            pieces = unpacked_chunks(file, str(path)) if packed else chunks(file)
-            text = b"".join(pieces).decode()
-    except OSError as error:
-        raise TaskError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path}: is not UTF-8 ({error.reason}); fetch the file again") from error
-    yield from _json_lines(path, text)
-
-
-def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Record]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line or line.isspace():
-            continue
-        where = f"{path}: line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise TaskError(
-                f"{where}: is not valid JSON ({error}); each line must be one JSON object"
-            ) from error
-        if not isinstance(record, dict):
-            raise TaskError(
-                f"{where}: is a JSON {type(record).__name__}; each line must be one JSON object"
-            )
-        yield where, record
+    yield from json_records(str(required_file(Path(data), name)))

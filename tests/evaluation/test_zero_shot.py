@@ -162,8 +162,8 @@ def test_all_answers_that_are_too_long_are_told_before_anything_is_scored(
     answer = evaluate(bytes_run, "--tasks", "paper")
     assert answer.code == 2
     for message in (
-        r"piqa 2 of 5 items, the longest of 100 tokens \(\S+: line 5\)",
-        r"arc_easy 1 of 7 items, the longest of 81 tokens \(\S+: line 7\)",
+        r"piqa 2 of 5 items, the longest of 100 tokens \(\S+, byte \d+, line 5\)",
+        r"arc_easy 1 of 7 items, the longest of 81 tokens \(\S+, byte \d+, line 7\)",
         "--context 100 if the model",
     ):
         assert re.search(message, answer.text)
@@ -201,9 +201,9 @@ def test_a_context_beyond_the_learned_positions(
 
 SPOILED = {
     "a field that is missing": (b'{"goal": "a"}\n', r"line 1: field 'sol1' is missing"),
-    "a half line": (b'\n\n{"goal": ', r"line 3: is not valid JSON"),
-    "a list": (b"[1]\n", r"line 1: is a JSON list; each line must be one JSON object"),
-    "no UTF-8": (b'{"goal": "\xff"}\n', "is not UTF-8"),
+    "a half line": (b'\n\n{"goal": ', r"line 3: not valid JSON"),
+    "a list": (b"[1]\n", r"line 1: a JSON list; each line must be one JSON object"),
+    "no UTF-8": (b'{"goal": "\xff"}\n', r"line 1: not valid JSON \('utf-8'"),
     "nothing": (b"\n", "task 'piqa' has no items"),
     "half a surrogate": (
         b'{"goal": "\\ud800", "sol1": "a", "sol2": "b", "label": 0}\n',

@@ -215,9 +215,9 @@ def test_a_source_that_may_not_be_repeated_ends_all_ranks_at_the_same_step(made)
     assert 0 <= rows - errors[0][0] * 8 * 5 / 7 < 12
     assert f"source 'b' has {rows} rows and max_epochs=1: they are used up before" in errors[0][1]
     with opened(data) as loader:
-        loader.check_enough(rows)
+        loader.samples.check_enough(rows)
         with pytest.raises(DataError, match=r"used up before sample 5000"):
-            loader.check_enough(5000)
+            loader.samples.check_enough(5000)
 
 
 # ---- positions
@@ -227,9 +227,9 @@ def test_the_position_does_not_depend_on_where_the_data_is_or_on_the_layout(made
     moved = shutil.copytree(made.folder, tmp_path / "moved")
     data = made.config()
     with opened(data) as loader, opened(data, num_ranks=2, rank=1, start_sample=9) as other:
-        assert other.position(500) == loader.position(500)
+        assert other.samples.position(500) == loader.samples.position(500)
         with opened(data.model_copy(update={"directory": str(moved)})) as elsewhere:
-            elsewhere.check_position(loader.position(500))
+            elsewhere.check_position(loader.samples.position(500))
 
 
 @pytest.mark.parametrize(
@@ -245,13 +245,13 @@ def test_the_position_does_not_depend_on_where_the_data_is_or_on_the_layout(made
 )
 def test_a_position_of_another_order_is_refused_with_the_difference(made, change, difference):
     with opened(made.config()) as saving, opened(made.config(**change)) as loader:
-        position = saving.position(100)
+        position = saving.samples.position(100)
         with pytest.raises(
             DataError, match=rf"\(.*{difference}.*\).*or set data.override_position=true"
         ):
             loader.check_position(position)
-        assert len(loader.differences(position)) == 1
-        assert not saving.differences(position)
+        assert len(loader.samples.differences(position)) == 1
+        assert not saving.samples.differences(position)
 
 
 def test_a_position_knows_only_the_segments_it_has_reached(tmp_path):
@@ -266,14 +266,16 @@ def test_a_position_knows_only_the_segments_it_has_reached(tmp_path):
     in_segment_0 = (len(first.stream("text", 0)) - 1) // S
     in_both = in_segment_0 + (len(first.stream("text", 1)) - 1) // S
     with opened(first.config()) as saving, opened(other.config()) as loader:
-        loader.check_position(saving.position(in_segment_0))  # later segments have not been read
+        loader.check_position(
+            saving.samples.position(in_segment_0)
+        )  # later segments have not been read
         with pytest.raises(DataError, match=r"segments.text.sha256: saved"):
-            loader.check_position(saving.position(in_segment_0 + 1))
-        later = saving.position(in_both)
+            loader.check_position(saving.samples.position(in_segment_0 + 1))
+        later = saving.samples.position(in_both)
     grown = first.seal("text", segments[3]).complete()
     with opened(grown.config()) as loader:
         loader.check_position(later)  # the beginning is the same
-        again = loader.position(10 * in_both)  # a second epoch fixes the end of the first
+        again = loader.samples.position(10 * in_both)  # a second epoch fixes the end of the first
     fewer = (
         MadeFolder(tmp_path / "fewer")
         .seal("text", segments[0])
@@ -294,7 +296,7 @@ def test_a_folder_that_is_made_again_is_awaited_up_to_where_the_checkpoint_had_r
     in_both = sum((len(before.stream("text", segment)) - 1) // S for segment in range(2))
     start = in_both // 8 * 8
     with opened(before.config()) as saving:
-        position = saving.position(start)
+        position = saving.samples.position(start)
     again = MadeFolder(tmp_path / "again").seal("text", segments[0])
     with opened(again.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
         assert not loader.wait_until_ready(0.1)
