@@ -15,6 +15,8 @@ from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import DatasetManifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.data_pipeline.sources.documents import Document
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
 WORDS = [
     "router",
@@ -55,6 +57,16 @@ def dropped(manifest: DatasetManifest) -> dict[str, int]:
     for of_source in manifest.completion.dropped.values():
         counts.update(of_source)
     return dict(counts)
+
+
+def documents_by_split(*inputs: object, **options: Any) -> list[list[Document]]:
+    """Reads the only source of a `PrepareConfig`, split by split."""
+    config = PrepareConfig(input=tuple(map(str, inputs)), **options)
+    (source,) = config.all_sources
+    return [
+        list(read_documents(split, source, encoding_faults=config.encoding_faults))
+        for split in plan_splits(config)
+    ]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:

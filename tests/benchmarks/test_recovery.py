@@ -1,10 +1,8 @@
 """What the benchmark of recoveries makes of its measurements."""
 
-from pathlib import Path
-
 from rich.console import Console
 
-from benchmarks.recovery import Bench, Recovery, config_for, draw, measure, medians
+from benchmarks.recovery import Bench, Recovery, draw, measure, medians
 
 
 def test_medians_are_of_each_victim_and_each_phase():
@@ -54,14 +52,4 @@ def test_a_sample_that_fails_does_not_end_the_others():
     found = measure(2, ("rank", "node"), Failing(), minutes=1.0)
     assert [entry.victim for entry in found] == ["rank", "node", "rank", "node"]
     assert [bool(entry.failure) for entry in found] == [False, True, False, False]
-
-
-def test_no_round_begins_after_its_time():
-    assert measure(2, ("rank",), Failing(), minutes=-1.0) == []
-
-
-def test_the_job_saves_often_and_drills_nothing(tmp_path: Path):
-    config = config_for(tmp_path)
-    assert config.checkpoint.every == 3
-    assert config.job.rehearse_failure_at_step is None
-    assert config.job.limits.step_s == 5.0
+    assert measure(2, ("rank",), Failing(), minutes=-1.0) == [], "no round begins after its time"

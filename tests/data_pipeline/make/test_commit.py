@@ -6,16 +6,12 @@ import pytest
 from made_folder import shard_entry
 
 from moebius.data_pipeline.make import commit
-from moebius.data_pipeline.make.choose import SourceCounts
 from moebius.data_pipeline.make.commit import Committer
-from moebius.data_pipeline.make.units import Unit
 from moebius.data_pipeline.manifest import (
-    QuarantinedSplit,
     is_prepared,
     read_manifest,
 )
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
-from moebius.data_pipeline.sources.documents import InputSplit
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import save_tokenizer
 
@@ -73,22 +69,3 @@ def test_a_segment_has_so_many_shards_at_most(make, monkeypatch):
     for number in range(7):
         committer.commit("a", [shard_entry("a", number, num_tokens=1)])
     assert segments(folder, "a") == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-def test_the_end_says_what_became_of_everything(make):
-    committer, folder, _ = make(a=1)
-    committer.commit(
-        "a", [shard_entry("a", 0, num_tokens=7), shard_entry("a", 0, "validation", num_tokens=3)]
-    )
-    counts = SourceCounts()
-    counts.dropped.update({"empty": 2, "duplicate": 1})
-    lost = QuarantinedSplit(source="a", input="y", error="z")
-    split = InputSplit("a", "/x.txt", ".txt", 0, 9, 9, "both", 9)
-    committer.complete({"a": counts}, [lost], [Unit("a", 0, (split,))])
-    completion = read_manifest(folder).completion
-    assert completion is not None
-    assert completion.num_tokens == {"a": {"train": 7, "validation": 3}}
-    assert completion.num_documents == {"a": {"train": 1, "validation": 1}}
-    assert list(completion.dropped["a"].items()) == [("duplicate", 1), ("empty", 2)]
-    assert completion.quarantined == (lost,)
-    assert completion.inputs == {"/x.txt": 9}

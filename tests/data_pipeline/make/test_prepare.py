@@ -30,7 +30,7 @@ from moebius.data_pipeline.make import vocabulary
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import look_ahead, prepare
 from moebius.data_pipeline.make.units import PrepareProgress
-from moebius.data_pipeline.manifest import UNFINISHED, is_prepared, manifest_name, read_manifest
+from moebius.data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources import embedded
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
@@ -76,17 +76,6 @@ def test_the_manifest_counts(prepared, corpus):
     assert manifest.completion.inputs == {str(path): path.stat().st_size for path in corpus}
     assert load_tokenizer(prepared).sha256 == manifest.header.tokenizer.sha256
     assert 257 < manifest.header.tokenizer.vocab_size <= 400
-
-
-def test_only_the_result_is_left(prepared):
-    names = {path.name for path in prepared.iterdir()}
-    shards = {
-        f"text.{side}-0000{n}.{kind}.arrow"
-        for side in ("train", "validation")
-        for n in range(3)
-        for kind in ("tok", "idx")
-    }
-    assert names == shards | {manifest_name(n) for n in range(3)} | {"tokenizer.json"}
 
 
 def test_the_second_time_nothing_is_done(prepared, config):
@@ -491,15 +480,6 @@ def test_input_that_grew_after_it_was_prepared(tmp_path):
         prepare(config, tmp_path / "d")
     path.unlink()  # missing input is no change: shards may be moved to a machine without it
     prepare(config, tmp_path / "d")
-
-
-def test_input_that_grew_while_it_was_interrupted(tmp_path):
-    path, config = _growing_input(tmp_path)
-    with pytest.raises(StoppedError):
-        prepare(config, tmp_path / "d", pool=StoppingAfter(1))
-    write_jsonl(path, sentences(0, 21))
-    with pytest.raises(PrepareError, match="whose input files have changed since"):
-        prepare(config, tmp_path / "d")
 
 
 @pytest.mark.parametrize("change", ["another text of the same size", "fewer lines"])

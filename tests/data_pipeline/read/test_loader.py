@@ -466,18 +466,6 @@ def test_validation_has_every_row_once_and_as_many_batches_on_every_rank(
     assert all(row == _row(stream, num_rows - 1) for row in padding)
 
 
-@pytest.mark.parametrize("max_rows", [1, 5, 10**6])
-def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
-    stream = tokens_of(prepared, "validation")
-    num_rows = (len(stream) - 1) // S
-    batches = validation_batches(
-        prepared, seq_len=S, batch_size=3, rank=0, num_ranks=1, max_rows=max_rows
-    )
-    rows = [row.tolist() for batch in batches for row in batch.tokens[batch.valid]]
-    count = min(max_rows, num_rows)
-    assert rows == [_row(stream, n * num_rows // count) for n in range(count)]
-
-
 def _groups(
     folder: Path, group: int, num_ranks: int, batch_size: int, **given: Any
 ) -> list[tuple[list, list[bool]]]:
@@ -498,23 +486,24 @@ def _groups(
     return [(rows, valid) for rows, valid in found if any(valid)]
 
 
-@pytest.mark.parametrize("max_rows", [None, 13, 3])
+@pytest.mark.parametrize(("group", "max_rows"), [(8, None), (8, 13), (8, 3), (1, 5), (1, 10**6)])
 def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layout(
-    prepared, max_rows
+    prepared, group, max_rows
 ):
+    """Groups of one are rows that are spread evenly over the split."""
     stream = tokens_of(prepared, "validation")
     num_rows = (len(stream) - 1) // S
     count = min(max_rows or num_rows, num_rows)
-    num_groups = -(-count // 8)
-    assert num_rows % 8  # the last group is not full
+    num_groups = -(-count // group)
+    assert num_rows % 8  # the last group of eight is not full
     expected = []
     for j in range(num_groups):
-        places = [j + member * num_groups for member in range(8)]
+        places = [j + member * num_groups for member in range(group)]
         rows = [_row(stream, place % count * num_rows // count) for place in places]
         expected.append((rows, [place < count for place in places]))
     assert sum(sum(valid) for _, valid in expected) == count
     for num_ranks, batch_size in ((1, 8), (1, 24), (2, 16), (3, 8)):
-        assert _groups(prepared, 8, num_ranks, batch_size, max_rows=max_rows) == expected
+        assert _groups(prepared, group, num_ranks, batch_size, max_rows=max_rows) == expected
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ import tracemalloc
 
 import pytest
 import zstandard
+from small_corpus import documents_by_split
 
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources import lines
 from moebius.data_pipeline.sources.compression import CHUNK_BYTES, unpacked_chunks
-from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
 MIB = 2**20
 
@@ -46,19 +45,16 @@ def test_a_line_without_end_is_an_error_that_names_the_limit(tmp_path, monkeypat
     path = tmp_path / name
     suffix = name.rpartition(".")[2]
     path.write_bytes(_bomb(suffix, 8) if suffix in ("gz", "zst") else b" " * (8 * MIB))
-    config = PrepareConfig(input=(str(path),))
-    (split,) = plan_splits(config)
     beyond = "unpacked " if suffix in ("gz", "zst") else ""
     with pytest.raises(
         InputError, match=f"a line has more than 3,145,728 {beyond}bytes, the limit"
     ):
-        list(read_documents(split, config.all_sources[0]))
+        documents_by_split(path)
 
 
 def test_a_line_of_the_limit_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 3 * MIB)
     (tmp_path / "a.txt").write_bytes(b"x" * (3 * MIB) + b"\nshort\n")
-    config = PrepareConfig(input=(str(tmp_path / "a.txt"),))
-    (split,) = plan_splits(config)
-    found = "".join(one.text for one in read_documents(split, config.all_sources[0]))
+    (split,) = documents_by_split(tmp_path / "a.txt")
+    found = "".join(one.text for one in split)
     assert len(found) == 3 * MIB + 7

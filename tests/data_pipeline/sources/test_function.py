@@ -4,13 +4,13 @@ error.
 
 import pytest
 from meddling import files_of
+from small_corpus import documents_by_split
 from token_stream import documents_of
 
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 from moebius.own_parts import OwnPartError
 
 FUNCTIONS = """
@@ -92,14 +92,8 @@ def _config(name, **options):
 
 
 def _read(name, **options):
-    config = _config(name, **options)
-    return [
-        [
-            (one.text, one.source, one.record_id)
-            for one in read_documents(split, config.all_sources[0])
-        ]
-        for split in plan_splits(config)
-    ]
+    found = documents_by_split(f"python:{MODULE}:{name}", **options)
+    return [[(one.text, one.source, one.record_id) for one in split] for split in found]
 
 
 @pytest.mark.usefixtures("folder")

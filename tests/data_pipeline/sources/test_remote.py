@@ -13,6 +13,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_corpus import documents_by_split
 
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
@@ -31,12 +32,7 @@ def impatient(monkeypatch):
 
 
 def _read(*inputs, **options) -> list[str]:
-    config = PrepareConfig(input=tuple(inputs), **options)
-    return [
-        document.text
-        for split in plan_splits(config)
-        for document in read_documents(split, config.all_sources[0])
-    ]
+    return [one.text for split in documents_by_split(*inputs, **options) for one in split]
 
 
 # ---- a server

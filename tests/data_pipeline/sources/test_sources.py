@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from fake_hub import serve_hub
+from small_corpus import documents_by_split
 
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
@@ -44,16 +45,9 @@ def _write(path, texts):
 
 def _read(*inputs, **options):
     """Returns (texts, sources, number of splits) of all input in `inputs`."""
-    config = PrepareConfig(input=tuple(map(str, inputs)), **options)
-    splits = plan_splits(config)
-    found = [
-        document for split in splits for document in read_documents(split, config.all_sources[0])
-    ]
-    return (
-        [document.text for document in found],
-        [document.source for document in found],
-        len(splits),
-    )
+    splits = documents_by_split(*inputs, **options)
+    found = [document for split in splits for document in split]
+    return [one.text for one in found], [one.source for one in found], len(splits)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])

@@ -65,8 +65,3 @@ def test_a_word_that_is_not_there_is_an_error():
 def test_what_gives_no_words_is_one_clear_error(name, message):
     with pytest.raises((InputError, OwnPartError), match=message):
         open_tokenizer(f"python:{MODULE}:{name}")
-
-
-def test_a_name_that_is_no_function():
-    with pytest.raises(OwnPartError, match=r"write python:package\.module:function"):
-        open_tokenizer("python:words")
