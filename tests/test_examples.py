@@ -16,6 +16,7 @@ import pytest
 import torch
 from bytes_run import prepare_bytes
 from meshes import meshed, model_on
+from pairwise import slow_but
 from parts import make_config
 from torch import Tensor
 from world import run_ranks
@@ -155,7 +156,7 @@ def test_the_router_trains_on_two_ranks(shards: Path, tmp_path: Path) -> None:
 # The dispatcher -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", slow_but(["none", "selective"], "none"))
 def test_the_dispatcher_gives_the_bits_of_the_oracle_where_rows_are_bfloat16(
     shards: Path, tmp_path: Path, recompute: str
 ) -> None:
@@ -225,9 +226,8 @@ def test_the_loss_is_that_of_all_logits() -> None:
     assert not model(tokens[:, :-1], targets_BS=tokens[:, 1:]).regularisation_B.any()
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
-def test_the_loss_teaches_every_depth_step(shards: Path, tmp_path: Path, sharding: str) -> None:
-    changes = {"mesh__sharding": sharding, "train__losses": {LOSS: 0.5}}
+def test_the_loss_teaches_every_depth_step(shards: Path, tmp_path: Path) -> None:
+    changes = {"mesh__sharding": "fsdp", "train__losses": {LOSS: 0.5}}
     steps = train_on_ranks(small(shards, **changes), tmp_path / "run")
     early = [step["auxiliary_losses"]["read_early"] for step in steps]
     assert early[-1] < early[0] - 0.05

@@ -1,6 +1,5 @@
 """Ranks that would run differently do not start, and each of them says why."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
 from moebius.train.__main__ import main as rank_main
 from moebius.train.config.run_config import Config, ConfigError, MeshConfig, TrainConfig
-from moebius.train.metrics.log import finite
 from moebius.train.run import assemble, check_generation
 
 MODEL = ModelConfig(
@@ -136,9 +134,3 @@ def test_a_rank_is_started_with_the_folder_of_its_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["train"])
     with pytest.raises(SystemExit, match=r"usage: python -m moebius.train RUN_DIR"):
         rank_main()
-
-
-def test_metrics_spell_numbers_that_json_has_not() -> None:
-    line = {"a": [1.5, math.inf, {"b": math.nan}], "c": -math.inf, "d": 3, "e": "x"}
-    spelled = {"a": [1.5, "inf", {"b": "nan"}], "c": "-inf", "d": 3, "e": "x"}
-    assert finite(line) == spelled

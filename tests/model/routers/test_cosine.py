@@ -1,6 +1,4 @@
-"""X-MoE's cosine router, as in the paper and as released: scores and gates against the formulas,
-and the rank of its gradient.
-"""
+"""X-MoE's cosine router, as in the paper and as released: scores and gates against the formulas."""
 
 import math
 from typing import Any
@@ -13,8 +11,6 @@ from torch import Tensor
 from moebius.model.balance import RunningSum
 from moebius.model.initialise import initialise, normal
 from moebius.model.routers.cosine import CosineConfig, CosineRouter, finite
-from moebius.model.routers.router import ChoiceRouter
-from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
 
 
 def make_router(num_experts: int = 8, d_row: int = 16, seed: int = 0, **fields: Any) -> Any:
@@ -95,45 +91,6 @@ def test_the_balancing_loss_has_a_fixed_temperature(gate: str, temperature: floa
     assert torch.autograd.grad(loss.value_B.mean(), router.log_temperature, allow_unused=True) == (
         None,
     )
-
-
-# Representation collapse: how many dimensions the gate's gradient can pull rows into
-
-
-def gradient_rank(router: ChoiceRouter, d_row: int) -> int:
-    """Rank of d gates / d row, over many rows: of the span of all the directions into which gates
-    pull.
-    """
-    directions = []
-    for x_D in torch.randn(
-        40, d_row, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    ):
-        jacobian = torch.func.jacrev(lambda x_D: router.choose(x_D[None]).logits_TE.softmax(-1)[0])(
-            x_D
-        )
-        directions.append(jacobian)
-    return int(torch.linalg.matrix_rank(torch.cat(directions), rtol=1e-9))
-
-
-def test_the_linear_router_pulls_into_one_dimension_less_than_experts_and_the_cosine_router_into_half() -> (
-    None
-):
-    """E = 16: 15 for the linear router, 8 for X-MoE."""
-    linear = TokenChoiceRouter(TokenChoiceConfig(top_k=1), 48, 16, init=normal(48**-0.5)).double()
-    initialise(linear, 0)
-    assert gradient_rank(linear, 48) == 15
-    assert gradient_rank(make_router(16, 48), 48) == 8
-    assert gradient_rank(make_router(16, 48, d_routing=4), 48) == 4
-
-
-def test_scores_know_the_direction_of_a_row_and_as_released_also_its_length() -> None:
-    x_TD = rows(2, 3).flatten(0, 1)
-    paper, released = make_router(), make_router(behaviour="torchscale")
-    torch.testing.assert_close(paper.choose(7 * x_TD).logits_TE, paper.choose(x_TD).logits_TE)
-    torch.testing.assert_close(
-        released.choose(7 * x_TD).logits_TE, 7 * released.choose(x_TD).logits_TE
-    )
-    assert paper.choose(x_TD).logits_TE.abs().max() <= 1 / 0.3
 
 
 # The released code's behaviour

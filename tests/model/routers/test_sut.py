@@ -22,7 +22,6 @@ from moebius.model.config.model_config import InitialisationConfig, ModelConfig
 from moebius.model.execution.precision import cast_weights, forward_in
 from moebius.model.initialise import draw, initialise
 from moebius.model.routers.sut import SutConfig, SutRouter
-from moebius.model.routing import Routing, token_routes
 from moebius.model.transformer import Transformer
 
 TINY = ModelConfig(
@@ -272,13 +271,6 @@ def test_at_the_start_every_token_is_skipped_from_depth_step_10_on_and_asks_no_e
         )
 
 
-def test_a_halted_token_keeps_its_state_and_goes_on_serving_as_key_and_value() -> None:
-    model = make(config({"num_layers": 14, "halting": {"threshold": 0.999}}))
-    shorter = make(config({"num_layers": 10, "halting": {"threshold": 0.999}}))
-    tokens = some_tokens(2, 9)
-    torch.testing.assert_close(model(tokens).logits_BSV, shorter(tokens).logits_BSV, rtol=0, atol=0)
-
-
 def test_one_depth_step_halts_nowhere_and_costs_nothing() -> None:
     output = make(config({"num_layers": 1, "halting": HALTING}))(some_tokens(2, 4))
     assert output.auxiliary["halting"].tolist() == [0.0, 0.0]
@@ -300,40 +292,6 @@ def test_generation_with_the_cache_equals_the_full_pass(
         parts = [model(part, cache).logits_BSV for part in tokens.split(pieces, dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-11)
         assert all(entry.length == 13 for entry in cache)
-
-
-def information(logits_TE: Tensor, sign: Sign, weight_T: Tensor | None) -> float:
-    router = SutRouter(
-        SutConfig(mi_sign=sign),
-        3,
-        logits_TE.shape[1],
-        init=lambda shape, generator: torch.zeros(shape),
-    )
-    routes = token_routes(
-        logits_TE.topk(2).indices, torch.ones(len(logits_TE), 2), num_experts=logits_TE.shape[1]
-    )
-    sums = router.statistics(Routing(routes, logits_TE[:, None], row_weight_T=weight_T), 2)
-    (loss,) = router.losses(sums, RunningSum())
-    return loss.value_B.mean().item()
-
-
-def test_the_published_sign_rewards_collapse_and_the_corrected_one_balance() -> None:
-    uniform, one_hot = torch.zeros(16, 8), torch.eye(8).repeat(2, 1) * 200
-    collapse, every = one_hot[:1].repeat(16, 1), torch.ones(16)
-    published = [
-        information(logits, "as_published", every) for logits in (uniform, one_hot, collapse)
-    ]
-    assert published == pytest.approx([2 * math.log(8), math.log(8), 0], abs=1e-6)
-    corrected = [information(logits, "corrected", every) for logits in (uniform, one_hot, collapse)]
-    assert corrected == pytest.approx([0, -math.log(8), 0], abs=1e-6)
-    assert corrected == pytest.approx(
-        [information(x, "corrected", None) for x in (uniform, one_hot, collapse)], abs=1e-6
-    )
-    # Without halting the released code divides by the number of probabilities: P_e is 1/64 instead
-    # of 1/8.
-    assert information(uniform, "as_published", None) == pytest.approx(
-        (math.log(8) + math.log(64)) / 8
-    )
 
 
 def test_a_weight_of_zero_leaves_the_mutual_information_out() -> None:

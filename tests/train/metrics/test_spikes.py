@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_folder import MadeFolder, documents
+from pairwise import slow_but
 from parts import make_config
 from trained import column, lines
 from world import RankFailed, run_ranks
@@ -134,7 +135,7 @@ def train(
     return loop.train(config, run_dir)
 
 
-@pytest.mark.parametrize("scale", [1e3, math.nan])
+@pytest.mark.parametrize("scale", slow_but([1e3, math.nan], 1e3))
 def test_the_updates_of_spikes_are_skipped_also_by_a_run_that_resumes_between_them(
     made: MadeFolder, tmp_path: Path, scale: float
 ) -> None:
