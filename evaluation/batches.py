@@ -28,7 +28,6 @@ class Row:
     tokens: tuple[int, ...]
     num_scored: int
     num_cut: int = 0  # tokens cut off on the left
-    num_unscored: int = 0  # tokens among them that should have been scored
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_scored < len(self.tokens):

@@ -56,7 +56,6 @@ class TaskResult:
     published: int  # items of the published set; 0: there is none
     cut: int  # items longer than the context, which lost their left end
     skipped: int  # items left out of `items` because an answer is longer than the context
-    truncated: int  # items with such an answer, of which only the end is scored
     metrics: dict[str, Estimate]
     groups: dict[str, float] = field(default_factory=dict)  # the first metric's mean per group
 
@@ -141,7 +140,7 @@ def measure_tasks(
     with start_process("auto") as process, ExitStack() as stack:
         restored = restore(run_dir, process, step=step, loops=loops)
         refuse_pairs(restored)
-        encoder = _encoder(restored, context, too_long)
+        encoder = _encoder(restored, context)
         scorer = open_scorer(restored, stack, process, seed=seed)
         items = [read_items(name, task, data, encoder, limit) for name, task in chosen.items()]
         if too_long == "fail":
@@ -213,7 +212,7 @@ def _there(name: str, data: Path | str) -> str:
     return stand_in if stand_in and not _has(name, data) and _has(stand_in, data) else name
 
 
-def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> Encoder:
+def _encoder(restored: Restored, context: int | None) -> Encoder:
     tokenizer = tokenizer_of_run(restored)
     learned = restored.config.model.attention.max_positions
     if context is not None and learned is not None and context > learned:
@@ -222,7 +221,7 @@ def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> 
             "(attention.positions.max_positions); use a shorter one"
         )
     length = context or restored.config.data.seq_len
-    return Encoder(tokenizer, length, truncate=too_long == "truncate")
+    return Encoder(tokenizer, length)
 
 
 def _judged(
@@ -272,7 +271,6 @@ def _result(items: TaskItems, judged: "Sequence[Judged]", *, drawn: bool) -> Tas
         published=task.published,
         cut=sum(question.is_cut for question in questions),
         skipped=len(items.too_long),
-        truncated=sum(question.is_truncated for question in questions),
         metrics={
             metric.name: estimate(questions, judged, metric, drawn=drawn) for metric in task.metrics
         },

@@ -120,9 +120,8 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--too-long",
-        choices=["fail", "skip", "truncate"],
-        help="items with an answer longer than the context: an error (default), left out, or only "
-        "the answer's end is scored",
+        choices=["fail", "skip"],
+        help="items with an answer longer than the context: an error (default), or left out",
     )
     group.add_argument(
         "--per-item", type=Path, metavar="FILE.parquet", help="write what each item scored"

@@ -17,7 +17,6 @@ _SHARES = (PAPER, "acc", "acc_norm")  # shown as percentages, in columns of thei
 _LONG_ITEMS = {
     "cut": "items were longer than the context and lost their left end",
     "skipped": "items were skipped: an answer is longer than the context",
-    "truncated": "items have an answer longer than the context; only its end is scored",
 }
 
 

@@ -20,8 +20,7 @@ HUB = "hub"
 
 _ENDINGS = (".jsonl", ".jsonl.zst")
 
-WhenTooLong = Literal["fail", "skip", "truncate"]
-"""`truncate` scores as many of an answer's last tokens as the context holds."""
+WhenTooLong = Literal["fail", "skip"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ def read_items(
         name: of the task.
         task: the task itself.
         data: the folder of the task files, or "hub".
-        encoder: of the run; it limits the length of answers and decides whether longer ones are
-            cut.
+        encoder: of the run; it limits the length of answers.
         limit: upper limit of items; None: all.
 
     Raises:
@@ -91,8 +89,7 @@ def refuse_too_long(items: Iterable[TaskItems], context: int) -> None:
     longest = max(item.num_scored for one in found for item in one.too_long)
     raise TaskError(
         f"answers are longer than the context of {context} tokens: {'; '.join(map(_told, found))}. "
-        f"Use --too-long skip to leave them out, --too-long truncate to score the last {context} "
-        f"tokens of such an answer, or --context {longest} if the model can read that far"
+        f"Use --too-long skip to leave them out, or --context {longest} if the model can read that far"
     )
 
 
@@ -107,7 +104,7 @@ def refuse_nothing_left(items: Iterable[TaskItems], context: int) -> None:
             raise TaskError(
                 f"task {one.name!r}: no items are left, because the answers of all "
                 f"{len(one.too_long)} are longer than the context of {context} tokens; use "
-                "--too-long truncate to score their ends"
+                "--context if the model can read more"
             )
 
 

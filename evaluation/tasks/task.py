@@ -64,11 +64,6 @@ class Question:
         """Tells whether a row was too long and lost its left end."""
         return any(row.num_cut for row in self.rows)
 
-    @property
-    def is_truncated(self) -> bool:
-        """Tells whether an answer was too long itself, so that only its end is scored."""
-        return any(row.num_unscored for row in self.rows)
-
 
 class Encoder:
     """Makes rows from texts, with a run's tokenizer and context length.
@@ -76,11 +71,10 @@ class Encoder:
     Args:
         tokenizer: of the run.
         context: the longest input; longer rows lose their left end.
-        truncate: also cut an answer that alone is longer, instead of refusing it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: int, *, truncate: bool = False) -> None:
-        self.tokenizer, self.context, self._truncate = tokenizer, context, truncate
+    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
+        self.tokenizer, self.context = tokenizer, context
         self._last: tuple[str, list[int]] = ("", [])
 
     @property
@@ -109,19 +103,18 @@ class Encoder:
 
         Raises:
             TaskError: there is no token to score, or none before it.
-            TooLongError: the scored tokens alone do not fit and must not be truncated.
+            TooLongError: the scored tokens alone do not fit.
         """
         if not scored or not before:
             raise TaskError(
                 f"{len(scored)} tokens to score after {len(before)}: at least one of each is needed; "
                 "the text is empty or too short for this tokenizer"
             )
-        unscored = max(0, len(scored) - self.context)
-        if unscored and not self._truncate:
+        if len(scored) > self.context:
             raise TooLongError(len(scored), self.context)
         line = [*before, *scored]
         cut = max(0, len(line) - self.context - 1)
-        return Row(tuple(line[cut:]), len(scored) - unscored, cut, unscored)
+        return Row(tuple(line[cut:]), len(scored), cut)
 
 
 @dataclass

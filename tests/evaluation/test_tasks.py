@@ -200,39 +200,6 @@ def test_long_items_lose_their_left_end_and_are_counted() -> None:
         TASKS["arc_easy"].question(record, bytes_encoder(11))
 
 
-@pytest.mark.parametrize("answer", range(4))
-def test_of_answers_that_are_too_long_the_end_is_scored(answer: int) -> None:
-    encoder = Encoder(BytesTokenizer(), 8, truncate=True)
-    record = {"question": "Where is fog?", "choices": CHOICES, "label": answer}
-    question = TASKS["arc_easy"].question(record, encoder)
-    assert question.is_truncated
-    assert [(row.num_scored, row.num_unscored) for row in question.rows] == [
-        (8, 1), (8, 3), (7, 0), (8, 4),
-    ]  # fmt: skip
-    texts = [f"\nAnswer: {choice}" for choice in CHOICES]
-    sums = [logp(text[-9], text[-8:]) for text in texts]
-    sums[2] = logp(":", " plains")
-    per_token = [total / count for total, count in zip(sums, (8, 8, 7, 8), strict=True)]
-    [scores] = Scorer(MODEL).score([question.rows])
-    found = question.judge(scores)
-    assert found["paper"].value == best(per_token, answer)
-    assert found["acc"].value == best(sums, answer)
-
-
-def test_of_last_words_that_are_too_long_the_end_is_compared() -> None:
-    leads = random_table(257)
-    for here, after in zip(b"evident", b"vident!", strict=True):
-        leads[here, after] = 50.0
-    encoder = Encoder(BytesTokenizer(), 4, truncate=True)
-    for text, is_right in (("all evident", 1.0), ("all evideyt", 0.0)):
-        question = TASKS["lambada"].question({"text": text}, encoder)
-        assert [len(row.tokens) for row in question.rows] == [5]
-        [scores] = Scorer(table_model(leads.log_softmax(-1))).score([question.rows])
-        found = question.judge(scores)
-        assert found["acc"].value == is_right
-        assert found["paper"].value == 0.0  # four letters are not the word
-
-
 MISTAKES = {
     "a field is missing": ({"label": None}, "label"),
     "an answer there is not": ({"label": 4}, "the number of the right answer, 0 to 3"),
