@@ -29,17 +29,18 @@ class MoebiusConfig(PreTrainedConfig):
         sparse_members: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.model = _DEFAULT if model is None else model
-        attention = self.model["attention"]
-        self.vocab_size = self.model["vocab_size"] if vocab_size is None else vocab_size
+        # transformers builds every configuration without arguments too, to save only the differences
+        self.model = model or {}
+        attention = self.model.get("attention", {})
+        self.vocab_size = self.model.get("vocab_size") if vocab_size is None else vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         self.sparse_members = sparse_members or []
         for name, value in {
-            "hidden_size": self.model["d_model"],
-            "num_hidden_layers": self.model["num_layers"],
-            "num_attention_heads": attention["num_heads"],
-            "head_dim": attention["d_head"],
+            "hidden_size": self.model.get("d_model"),
+            "num_hidden_layers": self.model.get("num_layers"),
+            "num_attention_heads": attention.get("num_heads"),
+            "head_dim": attention.get("d_head"),
         }.items():
             kwargs.pop(name, None)
             setattr(self, name, value)
@@ -70,43 +71,3 @@ class MoebiusConfig(PreTrainedConfig):
             core.sort()
         before = [(member, None) for member in range(first)]
         return [*before, *core, *((member, None) for member in range(last, total))]
-
-
-# transformers builds every configuration without arguments too, to save only the differences.
-_DEFAULT: dict[str, Any] = {
-    "vocab_size": 8000,
-    "d_model": 128,
-    "num_layers": 4,
-    "layers_per_group": 4,
-    "norm": "pre",
-    "attention": {
-        "kind": "dense",
-        "num_heads": 4,
-        "d_head": 32,
-        "positions": {"kind": "rotary", "width": None, "base": 10000.0},
-    },
-    "feed_forward": {
-        "kind": "dense",
-        "activation": "relu",
-        "d_feed_forward": 512,
-        "dense_bias": True,
-    },
-    "halting": None,
-    "loops": {
-        "prelude": 0,
-        "coda": 0,
-        "start": "embedding",
-        "inject": "none",
-        "input_norm": False,
-        "condition": "none",
-        "residual_scale": None,
-        "final_norm": "once",
-        "exit_entropy": None,
-    },
-    "order": "abab",
-    "norm_layer": "layernorm",
-    "tied_head": False,
-    "scale_embedding": False,
-    "final_norm": True,
-    "head_bias": True,
-}
