@@ -14,9 +14,8 @@ from .planner import (
     Constraints,
     LayoutPlan,
     RankedPlans,
-    SizeRange,
+    ep_pays,
     rank_plans,
-    size_ranges,
 )
 from .prediction import Scenario
 from .routing_skew import QUANTILES
@@ -49,7 +48,7 @@ class PlanReport:
     scenario: Scenario
     sizes: tuple[RankedPlans, ...]
     impossible: dict[int, str]  # nodes → why not
-    size_ranges: tuple[SizeRange, ...]
+    ep_pays: dict[int, bool]  # by GPUs, where plans with and without it can be compared
 
     @property
     def best_with_ep(self) -> LayoutPlan | None:
@@ -82,8 +81,12 @@ def make_report(
             impossible[count] = str(error)
     if not sizes:
         raise ValueError(impossible[max(impossible)])
-    ranges = size_ranges(sizes, scenario.hardware.ranks_per_node) if constraints.ep is None else []
-    return PlanReport(scenario, tuple(sizes), impossible, tuple(ranges))
+    pays = {
+        ranked.nodes * scenario.hardware.ranks_per_node: found
+        for ranked in (sizes if constraints.ep is None else ())
+        if (found := ep_pays(ranked)) is not None
+    }
+    return PlanReport(scenario, tuple(sizes), impossible, pays)
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -183,22 +186,14 @@ def _tokens_or_weights(report: PlanReport) -> Iterator[str]:
         f"moving tokens sends less below {_large(found.break_even_tokens)} tokens per rank and step; "
         f"planned: {report.scenario.tokens:,}"
     )
-    yield f"expert parallelism {_where_ep_pays(report.size_ranges)}"
+    yield f"expert parallelism {_where_ep_pays(report.ep_pays)}"
 
 
-def _where_ep_pays(ranges: Sequence[SizeRange]) -> str:
-    if not ranges:
+def _where_ep_pays(pays: Mapping[int, bool]) -> str:
+    if not pays:
         return "cannot be compared: every plan uses it, or none does"
-    paying = [_span(sizes) for sizes in ranges if sizes.ep_pays]
-    if not paying:
-        whole = SizeRange(ranges[0].first_ranks, ranges[-1].last_ranks, ep_pays=False)
-        return f"pays at none of the sizes planned ({_span(whole)} GPUs)"
-    return f"pays at {', '.join(paying)} GPUs"
-
-
-def _span(sizes: SizeRange) -> str:
-    first, last = sizes.first_ranks, sizes.last_ranks
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    paying = [f"{ranks:,}" for ranks, is_faster in pays.items() if is_faster]
+    return f"pays at {', '.join(paying) or 'none'} of {', '.join(f'{n:,}' for n in pays)} GPUs"
 
 
 def _skew(report: PlanReport) -> Iterator[str]:
@@ -279,7 +274,7 @@ def plans_as_json(report: PlanReport) -> dict[str, Any]:
         "tokens_or_weights": report.comparison and asdict(report.comparison),
         "hottest_rank": best
         and {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
-        "expert_parallelism": [asdict(size_range) for size_range in report.size_ranges],
+        "expert_parallelism_pays": report.ep_pays,
     }
 
 

@@ -191,15 +191,6 @@ def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[LayoutPlan]) 
 # From which size expert parallelism pays ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SizeRange:
-    """Groups consecutive world sizes at which expert parallelism is faster, or is not."""
-
-    first_ranks: int
-    last_ranks: int
-    ep_pays: bool
-
-
 def ep_pays(ranked_plans: RankedPlans) -> bool | None:
     """Tells whether the best plan with expert parallelism beats the best without.
 
@@ -209,18 +200,3 @@ def ep_pays(ranked_plans: RankedPlans) -> bool | None:
     if tokens is None:
         return None
     return weights is None or tokens.prediction.tokens_per_s > weights.prediction.tokens_per_s
-
-
-def size_ranges(plans: Sequence[RankedPlans], ranks_per_node: int) -> list[SizeRange]:
-    """Groups the planned sizes, in ascending order, by whether expert parallelism pays."""
-    found: list[SizeRange] = []
-    for ranked in sorted(plans, key=lambda ranked: ranked.nodes):
-        pays = ep_pays(ranked)
-        if pays is None:
-            continue
-        ranks = ranked.nodes * ranks_per_node
-        if found and found[-1].ep_pays == pays:
-            found[-1] = replace(found[-1], last_ranks=ranks)
-        else:
-            found.append(SizeRange(ranks, ranks, pays))
-    return found

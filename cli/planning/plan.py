@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ def add_commands(commands: Commands) -> None:
         _plan,
         "predict memory and speed of every layout, and rank them",
         examples=[
-            'plan moeut_1b --hardware h200 --nodes 1 "…" 64',
+            "plan moeut_1b --hardware h200 --nodes 1 4 16 64",
             "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8",
         ],
     )
@@ -51,10 +50,11 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nodes",
+        type=int,
         nargs="+",
-        default=["1"],
+        default=[1],
         metavar="N",
-        help='for example 4, or 1 "…" 1250 (doubling)',
+        help="one or several numbers of nodes",
     )
     parser.add_argument(
         "--tokens-per-rank", type=int, metavar="N", help="per micro-batch; default: the recipe's"
@@ -98,7 +98,9 @@ def _plan(options: argparse.Namespace) -> int:
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 
-    nodes = parse_nodes(options.nodes)
+    nodes = sorted(set(options.nodes))
+    if nodes[0] < 1:
+        raise ValueError(f"--nodes {nodes[0]}: must be at least 1")
     machine = find_hardware(options.hardware)
     config = resolve(options.name, options.overrides, RECIPES)
     wanted = Constraints(options.ep, options.sharding, options.dispatcher, options.recompute)
@@ -110,35 +112,6 @@ def _plan(options: argparse.Namespace) -> int:
         top = 10 if len(report.sizes) == 1 else 2
         Console().print(render_plans(report, top=top))
     return 0
-
-
-def parse_nodes(words: Sequence[str]) -> list[int]:
-    """Parses numbers of nodes, and sorts them.
-
-    "…" between two numbers doubles the first until it reaches the second: 1 … 6 is 1 2 4 6.
-
-    Raises:
-        ValueError: a word is not a number of nodes, or "…" is not between two numbers.
-    """
-    nodes: list[int] = []
-    doubling = False
-    for word in words:
-        if word in ("…", "...") and nodes and not doubling:
-            doubling = True
-            continue
-        if not word.isdecimal() or int(word) < 1:
-            raise ValueError(
-                f"--nodes {' '.join(words)}: {word!r} is not a number of nodes; write 1 2 8, or "
-                "1 … 64"
-            )
-        last = int(word)
-        while doubling and nodes[-1] * 2 < last:
-            nodes.append(nodes[-1] * 2)
-        nodes.append(last)
-        doubling = False
-    if doubling:
-        raise ValueError(f"--nodes {' '.join(words)}: a number must follow {words[-1]}")
-    return sorted(set(nodes))
 
 
 def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace) -> "Scenario":

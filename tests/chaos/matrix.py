@@ -58,7 +58,7 @@ MATRIX = (
         """
         tests/cluster/supervise/test_actor.py::test_whoever_is_killed_the_job_goes_on
         tests/cluster/nodes/test_agent.py::test_every_layer_dies_with_the_one_above
-        tests/cluster/nodes/test_agent.py::test_an_agent_that_was_killed_is_reported_as_a_failure
+        tests/cluster/nodes/test_agent_warm.py::test_a_forked_agent_is_what_a_program_is
         """,
     ),
     Fault(

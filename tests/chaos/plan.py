@@ -22,8 +22,6 @@ KINDS = {
     "checkpoint": "flip a byte in the newest checkpoint, kill -9 a rank",
     "full disk": "a rank may write no more while a checkpoint is saved",
 }
-# These cost no recovery: they disturb the data's preparation alone, or a single checkpoint.
-WITHOUT_RECOVERY = frozenset({"tokeniser", "preparer", "full disk"})
 LEAST_S, MOST_S = 20.0, 60.0  # between two injections
 
 

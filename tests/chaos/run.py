@@ -11,9 +11,8 @@ changes, so all must be equal bit for bit.
 Token batches are not damaged: without a replica, that ends a run as configured
 (tests/data_pipeline/read/test_corruption.py).
 
-The plan is printed first; a seed always gives the same plan, but what a fault meets depends on the machine's
-speed. Everything is kept in build/chaos/seed-N; report.json there has the figures (record.py keeps them).
-Exit code 0: equal, and no process was left.
+A seed always gives the same plan, but what a fault meets depends on the machine's speed. Everything is kept in
+build/chaos/seed-N, with the figures in report.json. Exit code 0: equal, and no process was left.
 """
 
 import argparse
@@ -25,22 +24,17 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.report import environment
-from moebius.cluster.job import Journal, JournalEntry, State, read_status
+from moebius.cluster.job import State, read_status
 from moebius.cluster.liveness import LivenessWatch
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.manifest import read_manifest
 from tests.chaos.job_under_fire import (
     CPUS_PER_NODE,
     changes,
@@ -51,7 +45,7 @@ from tests.chaos.job_under_fire import (
     weights_hash,
     write_texts,
 )
-from tests.chaos.plan import KINDS, WITHOUT_RECOVERY, Planned, make_plan
+from tests.chaos.plan import KINDS, Planned, make_plan
 from tests.chaos.victims import Target
 from tests.tiny_job import MOEBIUS
 
@@ -61,19 +55,6 @@ START_S = 240.0  # until the first step
 GRACE = 3.0  # times the planned minutes, and the start: then the job is given up
 
 
-@dataclass(frozen=True)
-class Injected:
-    """One injected fault, and the recovery that the journal shows."""
-
-    at_s: float
-    kind: str
-    victim: str
-    step: int | None
-    generation: int
-    recovery_s: float | None = None  # to the first step after it, as the journal tells
-    way: str = ""  # in which the job recovered
-
-
 def main() -> int:
     """Runs the job under fire and compares; returns the exit code."""
     given = _arguments()
@@ -81,24 +62,26 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     mark = secrets.token_hex(8)
-    own = {
+    os.environ |= {
         MARK: mark,
         "XDG_STATE_HOME": str(folder / "state"),
         "SLOW_S": str(slowness(given.minutes, given.nodes)),
+        "OMP_NUM_THREADS": "1",
     }
-    os.environ.update(own | {"OMP_NUM_THREADS": "1"})
-    console = Console()
-    plan = make_plan(given.seed, given.minutes * 60)
-    console.print(_plan_table(given.seed, plan))
+    print(f"seed {given.seed}", flush=True)
     write_texts(folder, given.minutes)
-    injected, report = _disturbed(folder, plan, given, console)
-    report["left"] = processes_left(mark)
-    report["injected"] = [asdict(one) for one in injected]
+    report = vars(given) | _disturbed(folder, given) | {"left": processes_left(mark)}
+    is_equal = report["state"] == State.SUCCEEDED
+    if is_equal:
+        one, other = _results(folder, given)
+        report |= {"disturbed": one, "undisturbed": other}
+        is_equal = one == other
+    report["environment"] = environment()
     (folder / "report.json").write_text(json.dumps(report, indent=1))
-    if report["state"] == State.SUCCEEDED.value:
-        report |= _compare(folder, given, console)
-    (folder / "report.json").write_text(json.dumps(report, indent=1))
-    return _tell(injected, report, console)
+    verdict = "EQUAL" if is_equal else "NOT EQUAL to the undisturbed run, or not finished"
+    print(f"{report['reason']}; {report['generations']} generations; left: {report['left']}")
+    print(f"seed {given.seed}: {verdict}; see {folder}/report.json")
+    return 0 if is_equal and not report["left"] else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -113,44 +96,33 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
-def _disturbed(
-    folder: Path, plan: list[Planned], given: argparse.Namespace, console: Console
-) -> tuple[list[Injected], dict[str, Any]]:
+def _disturbed(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Runs the job under fire until it ends."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
-    overrides += ["train.start_when=1"]
-    config = configure(overrides)
+    config = configure([*overrides, "train.start_when=1"])
     cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE)
     run_dir = folder / "disturbed"
     try:
-        submit(config, run_dir, address="simulated", detach=True, console=console)
+        submit(config, run_dir, address="simulated", detach=True)
         # The cluster must end in any case; until now Ray had its own handler.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        injected = _inject(cluster, run_dir, plan, console)
+        injected = _inject(cluster, run_dir, make_plan(given.seed, given.minutes * 60))
         _await_end(run_dir, given.minutes * 60 * GRACE + START_S)
     finally:
         end_cluster(cluster, force=True)
     status = read_status(run_dir)
-    entries = Journal(run_dir).entries()
-    report = {
-        "seed": given.seed,
-        "minutes": given.minutes,
-        "nodes": given.nodes,
-        "state": status.state.value,
+    return {
+        "state": status.state,
         "reason": status.reason,
         "generations": status.generation,
         "steps": status.step,
-        "took_s": round(entries[-1].time - entries[0].time, 1),
         "load_average": list(os.getloadavg()),
-        "environment": environment(),
+        "injected": injected,
     }
-    return [_with_recovery(one, entries) for one in injected], report
 
 
-def _inject(
-    cluster: StandingCluster, run_dir: Path, plan: list[Planned], console: Console
-) -> list[Injected]:
-    """Injects the plan's faults from the first step on, while the job runs."""
+def _inject(cluster: StandingCluster, run_dir: Path, plan: list[Planned]) -> list[str]:
+    """Injects the plan's faults from the first step on, while the job runs; returns what was hit."""
     deadline = time.monotonic() + START_S
     while read_status(run_dir).step is None and not _is_over(run_dir):
         if time.monotonic() > deadline:
@@ -162,13 +134,10 @@ def _inject(
             time.sleep(0.5)
         if _is_over(run_dir):
             break
-        status, now = read_status(run_dir), time.time()
-        victim = target.hit(planned)
-        one = Injected(now, planned.kind, victim, status.step, status.generation)
-        injected.append(one)
-        seconds = time.monotonic() - began
-        words = f"{seconds:6.1f} s, step {status.step}: {KINDS[planned.kind]}: {victim or 'nobody'}"
-        console.print(Text(words))
+        step, after_s = read_status(run_dir).step, time.monotonic() - began
+        victim = target.hit(planned) or "nobody was there"
+        injected.append(f"{after_s:6.1f} s, step {step}: {KINDS[planned.kind]}: {victim}")
+        print(injected[-1], flush=True)
     return injected
 
 
@@ -182,25 +151,6 @@ def _await_end(run_dir: Path, timeout_s: float) -> None:
         if read_status(run_dir, liveness=liveness).state.is_final:
             return
         time.sleep(0.5)
-
-
-def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
-    """Adds how the job recovered, and the time from the fault to the first step after it.
-
-    A supervisor that takes over a running generation journals `unwatched_s`; steps continue meanwhile.
-    """
-    at_s, found = round(one.at_s - entries[0].time, 1), replace(one)
-    if one.victim and one.kind not in WITHOUT_RECOVERY:
-        is_recovering = False
-        for entry in (entry for entry in entries if entry.time > one.at_s):
-            is_recovering |= entry.state is State.RECOVERING
-            taken_over = not is_recovering and "unwatched_s" in entry.details
-            has_step = entry.state is State.RUNNING and "phases_s" in entry.details
-            if taken_over or (is_recovering and has_step):
-                way = "taken over" if taken_over else "a new generation"
-                found = replace(one, recovery_s=round(entry.time - one.at_s, 1), way=way)
-                break
-    return replace(found, at_s=at_s)
 
 
 def processes_left(mark: str, *, within_s: float = 10.0) -> list[str]:
@@ -222,69 +172,28 @@ def _marked(mark: str) -> list[str]:
     return found
 
 
-def _compare(folder: Path, given: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Makes the same run undisturbed on this machine, and compares."""
-    console.print("the same run undisturbed …")
+def _results(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Makes the same run undisturbed on this machine; returns what came out of both."""
+    print("the same run undisturbed …", flush=True)
     os.environ["SLOW_S"] = "0"
     overrides = changes(folder, "prepared", minutes=given.minutes, nodes=given.nodes)
-    run_dir = folder / "undisturbed"
+    words = [*MOEBIUS, "train", "smoke", *overrides, "--run-dir", str(folder / "undisturbed")]
     with open(folder / "undisturbed.log", "wb") as log:
         subprocess.run(
-            [*MOEBIUS, "train", "smoke", *overrides, "--run-dir", str(run_dir)],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            check=True,
+            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True
         )
-    disturbed = folder / "disturbed"
     config = configure(changes(folder, "growing", minutes=given.minutes, nodes=given.nodes))
-    directory = config.data.directory
     sys.path.insert(0, str(folder))  # for the rule that makes reading slow
-    was_complete = read_manifest(directory).complete
-    prepare(config.prepare, directory)  # the ranks may be done before the process that prepares
-    one, other = curve(disturbed), curve(run_dir)
-    return {
-        "prepared to the end": was_complete,
-        "weights": [weights_hash(disturbed), weights_hash(run_dir)],
-        "data": [data_hash(folder / "growing"), data_hash(folder / "prepared")],
-        "digests equal": {k: v[0] for k, v in one.items()} == {k: v[0] for k, v in other.items()},
-        "losses equal": one == other,
-    }
-
-
-def _is_equal(report: dict[str, Any]) -> bool:
-    return (
-        report["state"] == State.SUCCEEDED.value
-        and len(set(report["weights"])) == len(set(report["data"])) == 1
-        and report["digests equal"]
-        and report["losses equal"]
-    )
-
-
-def _tell(injected: list[Injected], report: dict[str, Any], console: Console) -> int:
-    table = Table("after", "step", "injected", "hit", "goes on after", "by")
-    for one in injected:
-        recovery = "–" if one.recovery_s is None else f"{one.recovery_s:.1f} s"
-        victim = Text(one.victim or "nobody was there")
-        after = f"{one.at_s:.0f} s"
-        table.add_row(after, str(one.step), KINDS[one.kind], victim, recovery, one.way)
-    console.print(table)
-    left, is_equal = report["left"], _is_equal(report)
-    for key, value in report.items():
-        if key not in ("injected", "left", "environment"):
-            console.print(Text(f"{key}: {value}"), highlight=False)
-    console.print(Text("processes left: " + ("none" if not left else "; ".join(left))))
-    verdict = "EQUAL" if is_equal else "NOT EQUAL to the undisturbed run, or not finished"
-    console.print(Text(f"seed {report['seed']}: {verdict}", style="green" if is_equal else "red"))
-    return 0 if is_equal and not left else 1
-
-
-def _plan_table(seed: int, plan: list[Planned]) -> Table:
-    table = Table("after", "injected", "draw", title=f"plan of seed {seed}")
-    for planned in plan:
-        table.add_row(f"{planned.at_s:.1f} s", KINDS[planned.kind], f"{planned.draw:.3f}")
-    return table
+    # the ranks may be done before the process that prepares
+    prepare(config.prepare, config.data.directory)
+    return [
+        {
+            "weights": weights_hash(folder / run),
+            "data": data_hash(folder / data),
+            "curve": curve(folder / run),
+        }
+        for run, data in (("disturbed", "growing"), ("undisturbed", "prepared"))
+    ]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from jobs import (
     assert_nothing_left,
@@ -36,6 +35,7 @@ from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data
 from tests.chaos.job_under_fire import curve, weights_hash
+from tests.tiny_job import TINY_JOB, write_paragraphs
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,38 +44,21 @@ pytestmark = [
     pytest.mark.usefixtures("standing"),
 ]
 SMALL = (
-    "model.vocab_size=257",
-    "prepare.tokenizer=bytes",
-    "prepare.vocab_size=257",
-    "data.seq_len=32",
-    "prepare.validation_fraction=0.1",
-    "model.d_model=32",
-    "model.attention.d_head=8",
-    "model.feed_forward.num_experts=8",
-    "model.feed_forward.router.top_k=2",
-    "model.feed_forward.d_expert=16",
+    *TINY_JOB,
     "train.steps=40",
-    "train.log_every=1",
-    "train.global_batch=8",
-    "train.micro_batch=2",
-    "train.eval_every=0",
-    "train.eval_rows=8",
     "checkpoint.every=5",
-    "optim.warmup_steps=4",
     "mesh.ep=2",
     "mesh.dp_replicate=1",
     "job.num_nodes=2",
     "job.ranks_per_node=1",
     "job.max_restarts=9",
-    "job.rehearse_failure_at_step=none",
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint-faults")
-    words = np.random.default_rng(1).choice(["one", "two", "three", "expert"], size=(120, 60))
-    (folder / "text.txt").write_text("\n\n".join(" ".join(line) for line in words))
+    write_paragraphs(folder, paragraphs=120)
     return folder
 
 

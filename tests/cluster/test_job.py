@@ -134,16 +134,6 @@ def test_a_run_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
         job.begin_submission(Launch(str(tmp_path / "file" / "run")))
 
 
-def test_stop_flag_has_two_degrees(tmp_path):
-    assert stop_requested(tmp_path) is None
-    request_stop(tmp_path)
-    assert stop_requested(tmp_path) == "step"
-    request_stop(tmp_path, now=True)
-    assert stop_requested(tmp_path) == "now"
-    request_stop(tmp_path, preempt=True)
-    assert stop_requested(tmp_path) == "preempt"
-
-
 def test_tail_gives_whole_lines_once_and_skips_what_it_cannot_read(tmp_path):
     path = tmp_path / "lines"
     tail = JsonLinesTail(path)

@@ -13,13 +13,12 @@ from jobs import (
     FAKE_RANK,
     assert_nothing_left,
     fake_launch,
-    living,
     run_here,
     wait_for,
     wait_for_step,
 )
 
-from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status
+from moebius.cluster.job import JobError, Journal, State, read_status
 from moebius.cluster.launch import make_launch, simulated_gpus
 from moebius.cluster.stop import stop
 from moebius.cluster.submit import needs_no_cluster, submit
@@ -138,13 +137,6 @@ def test_ctrl_c_stops_a_job_on_a_simulated_cluster_and_everything_is_gone(tmp_pa
 def test_a_simulated_cluster_cannot_be_left_alone(tmp_path):
     with pytest.raises(JobError, match="a simulated cluster ends with this command"):
         submit(config_of(tmp_path), tmp_path / "run", detach=True)
-
-
-def test_a_job_that_is_at_work_is_not_submitted_again(tmp_path):
-    run_dir = tmp_path / "run"
-    begin_submission(fake_launch(run_dir))
-    with living(run_dir), pytest.raises(JobError, match="already running here"):
-        submit(config_of(tmp_path), run_dir)
 
 
 def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch):

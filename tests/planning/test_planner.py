@@ -11,10 +11,8 @@ from moebius.planning.cost_model import predict
 from moebius.planning.hardware import HARDWARE
 from moebius.planning.planner import (
     Constraints,
-    SizeRange,
     ep_pays,
     rank_plans,
-    size_ranges,
 )
 from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
@@ -155,6 +153,6 @@ def test_a_model_without_experts_has_nothing_to_spread() -> None:
     assert ep_pays(found) is None
 
 
-def test_size_ranges_join_sizes_that_agree() -> None:
+def test_many_experts_make_expert_parallelism_pay() -> None:
     plans = [rank_plans(scenario(experts), nodes) for nodes, experts in ((1, 8), (2, 8), (4, 2048))]
-    assert size_ranges(plans, 8) == [SizeRange(8, 16, False), SizeRange(32, 32, True)]
+    assert [ep_pays(ranked) for ranked in plans] == [False, False, True]

@@ -144,18 +144,6 @@ def test_every_layer_dies_with_the_one_above(tmp_path, victim, warm):
         holder.wait()
 
 
-def test_an_agent_that_was_killed_is_reported_as_a_failure(tmp_path):
-    node = Node()
-    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "step_s=60")))
-    [agent] = wait_for(lambda: agent_pids(tmp_path), what="the agent")
-    processes.kill(agent)
-    report = wait_for(node.poll, what="the report")
-    assert not report.ok
-    assert "ended with exit code -9" in report.message
-    node.stop()
-    assert_nothing_left(tmp_path)
-
-
 @pytest.mark.slow
 def test_a_node_whose_supervisor_is_silent_ends_its_ranks(tmp_path):
     launch = fake_launch(tmp_path, "plain=1", "step_s=60", supervisor_timeout_s=10.0)

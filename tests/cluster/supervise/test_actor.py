@@ -83,6 +83,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
     run_dir = begin(fake_launch(tmp_path, "hold=8:1", num_nodes=2, ranks_per_node=2))
     wait_for_step(run_dir, 7)

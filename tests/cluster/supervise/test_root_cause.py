@@ -29,35 +29,26 @@ def test_a_killed_rank_comes_before_its_peers_lost_connections_whatever_the_orde
     assert cause.log == "logs/g003/node1/rank3.log"
 
 
-def test_an_exception_of_its_own_comes_before_a_lost_connection():
-    reports = {
-        0: failed(
-            RankFailure(0, 1, 99.0, error=RESET),
-            RankFailure(1, 1, 100.0, "ValueError: bad", "x.py:3"),
-        )
-    }
-    cause = cause_of(reports)
-    assert (cause.rank, cause.error, cause.where) == (1, "ValueError: bad", "x.py:3")
+BAD = RankFailure(1, 1, 100.0, "ValueError: bad", "x.py:3")
+LOST = RankFailure(0, 1, 99.0, error=RESET)
 
 
-def test_of_two_own_faults_the_earlier_one_counts():
-    reports = {0: failed(RankFailure(0, 1, 105.0, "B")), 1: failed(RankFailure(2, 1, 104.0, "A"))}
-    assert cause_of(reports).rank == 2
-
-
-def test_a_rank_that_left_with_code_zero_is_the_cause_of_lost_connections():
-    cause = cause_of({0: failed(RankFailure(0, 1, 100.0, error=RESET))}, left_early=[2])
-    assert (cause.rank, cause.node, cause.exit_code) == (2, 1, 0)
-    assert "exited with code 0 before the run was finished" in cause.summary
-
-
-def test_but_not_of_an_exception():
-    cause = cause_of({0: failed(RankFailure(0, 1, 100.0, error="ValueError: bad"))}, left_early=[1])
-    assert cause.error == "ValueError: bad"
-
-
-def test_only_lost_connections_are_better_than_nothing():
-    assert cause_of({0: failed(RankFailure(1, 1, 100.0, error=RESET))}).error == RESET
+@pytest.mark.parametrize(
+    ("failures", "left_early", "rank", "words"),
+    [
+        ([LOST, BAD], [], 1, "rank 1 on node 0 exited with code 1: ValueError: bad"),
+        ([BAD, RankFailure(2, 1, 99.0, "A")], [], 2, "rank 2 on node 1 exited with code 1: A"),
+        ([LOST], [2], 2, "rank 2 exited with code 0 before the run was finished"),
+        ([BAD], [2], 1, "rank 1 on node 0 exited with code 1: ValueError: bad"),
+        ([LOST], [], 0, f"rank 0 on node 0 exited with code 1: {RESET}"),
+    ],
+)
+def test_own_faults_come_before_early_ends_and_those_before_lost_connections(
+    failures, left_early, rank, words
+):
+    cause = cause_of({0: failed(*failures)}, left_early=left_early)
+    assert (cause.rank, cause.node, cause.summary) == (rank, rank // 2, words)
+    assert cause.where == ("x.py:3" if rank == 1 else None)
 
 
 def test_an_agent_that_failed_itself_is_named_with_its_log():
