@@ -14,17 +14,70 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
+from string import Template
+from textwrap import indent
 from typing import Any
 
 from ...train.config.run_config import Config
 from ..job import JobError
 
-CONFIG_FOLDER = "/etc/moebius"
-CONFIG_FILE = "config.json"
-USER = 1000  # of the image (Dockerfile)
 LEAST_RAY = (2, 52)  # the first version with tokens; the operator refuses older or missing versions
-TTL_S = 600  # how long the pods of a finished job stay
 MAX_LABEL = 40  # KubeRay appends to a job's name, and Kubernetes allows 63
+
+# Every value is of signs that need no quoting; the quotes keep YAML from reading numbers and truth values.
+_MANIFEST = Template("""\
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: "$name-config", labels: {$labels}}
+data:
+  config.json: |
+$config
+---
+apiVersion: ray.io/v1
+kind: RayJob
+metadata: {name: "$name", labels: {$labels$queue}}
+spec:
+  entrypoint: "moebius submit /etc/moebius/config.json --address auto --run-dir $run_dir"
+  backoffLimit: 0
+  suspend: $suspend
+  shutdownAfterJobFinishes: true
+  ttlSecondsAfterFinished: 600
+  rayClusterSpec:
+    rayVersion: "$ray_version"
+    authOptions: {mode: token$secret}
+    headGroupSpec:
+      rayStartParams: {num-cpus: "0"}  # it holds the supervisor and no ranks
+      template:
+$head
+    workerGroupSpecs:
+      - groupName: ranks
+        replicas: $num_nodes
+        minReplicas: $num_nodes
+        maxReplicas: $num_nodes
+        rayStartParams: {}
+        template:
+$worker
+""")
+_POD = Template("""\
+metadata: {labels: {$labels}}
+spec:
+  securityContext: {runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000}  # the user of the image
+  containers:
+    - name: ray-$role
+      image: "$image"
+      resources: {requests: {$amounts}, limits: {$amounts}}
+      securityContext:
+        allowPrivilegeEscalation: false
+        capabilities: {drop: [ALL]}
+        runAsNonRoot: true
+      volumeMounts:
+        - {name: runs, mountPath: "$mount"}
+        - {name: config, mountPath: /etc/moebius, readOnly: true}
+        - {name: shared-memory, mountPath: /dev/shm}
+  volumes:
+    - {name: runs, persistentVolumeClaim: {claimName: "$claim"}}
+    - {name: config, configMap: {name: "$name-config"}}
+    - {name: shared-memory, emptyDir: {medium: Memory}}""")
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+%=-]*")
 _PATH = re.compile(r"/[A-Za-z0-9_.,:@/+-]*")
@@ -88,28 +141,34 @@ def kuberay_manifest(config: Config, settings: KubeRaySettings) -> str:
     Raises:
         JobError: a name or a path contains signs that would need quoting.
     """
-    import yaml  # Ray brings it
-
-    class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as readable blocks."""
-
-    def text(dumper: Any, value: str) -> Any:
-        style = "|" if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
     settings.check()
-    name = object_name(config.job.name)
+    name, job = object_name(config.job.name), config.job
+    run_dir = plain_path("--run-dir", settings.run_dir or f"{settings.mount}/{name}")
     saved = json.dumps(config.model_dump(mode="json"), indent=1)
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{name}-config", "labels": _labels(name)},
-        "data": {CONFIG_FILE: saved + "\n"},
+    gpus = gpus_per_node(config)
+    own = {
+        "name": name,
+        "labels": f'app.kubernetes.io/name: moebius, app.kubernetes.io/instance: "{name}"',
+        "image": settings.image,
+        "claim": settings.claim,
+        "mount": settings.mount,
     }
-    documents = [config_map, _ray_job(name, config, settings)]
-    return yaml.dump_all(
-        documents, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=100
+    amounts = f'cpu: "{job.ranks_per_node * settings.cpus_per_rank}", memory: "{settings.memory_per_node}"'
+    amounts += f', nvidia.com/gpu: "{gpus}"' if gpus else ""
+    head = _POD.substitute(own, role="head", amounts='cpu: "2", memory: 8Gi')
+    worker = _POD.substitute(own, role="worker", amounts=amounts)
+    queue, secret = settings.queue, settings.token_secret
+    return _MANIFEST.substitute(
+        own,
+        config=indent(saved, " " * 4),
+        queue=f', kueue.x-k8s.io/queue-name: "{queue}"' if queue else "",
+        suspend="true" if queue else "false",
+        run_dir=run_dir,
+        ray_version=settings.ray_version,
+        secret=f', secretName: "{secret}"' if secret else "",
+        num_nodes=job.num_nodes,
+        head=indent(head, " " * 8),
+        worker=indent(worker, " " * 10),
     )
 
 
@@ -129,94 +188,6 @@ def object_name(job_name: str) -> str:
 def gpus_per_node(config: Config) -> int:
     """Returns the GPUs per node: one per rank, or none with train.device=cpu."""
     return 0 if config.train.device == "cpu" else config.job.ranks_per_node
-
-
-def _ray_job(name: str, config: Config, settings: KubeRaySettings) -> dict[str, Any]:
-    labels = _labels(name)
-    if settings.queue is not None:
-        labels |= {"kueue.x-k8s.io/queue-name": settings.queue}
-    run_dir = plain_path("--run-dir", settings.run_dir or f"{settings.mount}/{name}")
-    config_path = f"{CONFIG_FOLDER}/{CONFIG_FILE}"
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
-            "entrypoint": f"moebius submit {config_path} --address auto --run-dir {run_dir}",
-            "backoffLimit": 0,
-            "suspend": settings.queue is not None,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": TTL_S,
-            "rayClusterSpec": _ray_cluster(name, config, settings),
-        },
-    }
-
-
-def _ray_cluster(name: str, config: Config, settings: KubeRaySettings) -> dict[str, Any]:
-    num_nodes = config.job.num_nodes
-    auth = {"mode": "token"}
-    if settings.token_secret is not None:
-        auth |= {"secretName": settings.token_secret}
-    ranks = {
-        "cpu": str(config.job.ranks_per_node * settings.cpus_per_rank),
-        "memory": settings.memory_per_node,
-    }
-    if gpus := gpus_per_node(config):
-        ranks |= {"nvidia.com/gpu": str(gpus)}
-    return {
-        "rayVersion": settings.ray_version,
-        "authOptions": auth,
-        "headGroupSpec": {
-            "rayStartParams": {"num-cpus": "0"},  # it holds the supervisor and no ranks
-            "template": _pod(name, settings, "head", {"cpu": "2", "memory": "8Gi"}),
-        },
-        "workerGroupSpecs": [
-            {
-                "groupName": "ranks",
-                "replicas": num_nodes,
-                "minReplicas": num_nodes,
-                "maxReplicas": num_nodes,
-                "rayStartParams": {},
-                "template": _pod(name, settings, "worker", ranks),
-            }
-        ],
-    }
-
-
-def _pod(
-    name: str, settings: KubeRaySettings, role: str, amounts: Mapping[str, str]
-) -> dict[str, Any]:
-    container: dict[str, Any] = {
-        "name": f"ray-{role}",
-        "image": settings.image,
-        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "runAsNonRoot": True,
-        },
-        "volumeMounts": [
-            {"name": "runs", "mountPath": settings.mount},
-            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
-    }
-    return {
-        "metadata": {"labels": _labels(name)},
-        "spec": {
-            "securityContext": {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
-            "containers": [container],
-            "volumes": [
-                {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
-                {"name": "config", "configMap": {"name": f"{name}-config"}},
-                {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-            ],
-        },
-    }
-
-
-def _labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "moebius", "app.kubernetes.io/instance": name}
 
 
 def _check_ray_version(version: str) -> None:
