@@ -178,27 +178,10 @@ def _draw_loss(axes: Any, history: History, *, title: str) -> None:
                 fontweight="bold",
             )
     axes.margins(x=0.01, y=0.12)
-    for start in history.restarts:
-        _mark_restart(axes, start)
-    axes.legend(frameon=False, fontsize=10.5, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
-
-
-def _mark_restart(axes: Any, start: Start) -> None:
-    at = start.reached or 0
-    axes.axvline(at, color=_RESTART, linestyle="--", linewidth=1.4)
-    left, right = axes.get_xlim()
-    late = at > left + 0.75 * (right - left)  # then the label stands left of the line
-    axes.annotate(
-        f"restarted after step {at},\nresumed from {start.resumed_from or 0}",
-        (at, 0.5),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        xytext=(-6 if late else 6, 0),
-        ha="right" if late else "left",
-        va="center",
-        color=_RESTART,
-        fontsize=10,
-    )
+    for number, start in enumerate(history.restarts):
+        label = None if number else "restart"
+        axes.axvline(start.reached or 0, color=_RESTART, linestyle="--", label=label)
+    axes.legend(frameon=False, fontsize=10.5, ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_hottest(axes: Any, history: History) -> None:

@@ -10,6 +10,7 @@ and each of its tasks takes one CPU of the rest. On one machine it uses the CPUs
 lowest priority, or if there are none, one process that runs when ranks are idle.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -62,8 +63,7 @@ class BackgroundData:
         self.start_when: int = config["train"]["start_when"]
         self.failure = ""
         """Why preparation has failed permanently; "": it has not."""
-        self.must_end_ranks = False
-        """Whether preparation has failed and the ranks cannot notice that themselves."""
+        self._is_told = False  # to the ranks, in the folder
         self._child: subprocess.Popen[bytes] | None = None
         self._manifest: DatasetManifest | None = None
         self._deaths = 0
@@ -88,6 +88,8 @@ class BackgroundData:
 
     def look_after(self) -> str:
         """Restarts a dead child, or gives up; returns news for the journal, or ""."""
+        if self.failure and not self._is_told:
+            self._tell_failure()
         if self._is_complete or self.failure or not self._begun:
             return ""
         if self._child is None:
@@ -155,15 +157,16 @@ class BackgroundData:
 
     def _give_up(self, cause: str) -> str:
         self.failure = cause
-        try:
-            give_up(self.directory, cause)
-        except DataError as error:  # the disk is full
-            self.failure += f"; and {error}"
-            self.must_end_ranks = True
+        self._tell_failure()
         return (
             f"data preparation failed: {self.failure}. The ranks continue to the end of the "
             "sealed data"
         )
+
+    def _tell_failure(self) -> None:
+        with contextlib.suppress(DataError):  # the disk is full: retried at the next look
+            give_up(self.directory, self.failure)
+            self._is_told = True
 
     def _read_manifest(self) -> DatasetManifest | None:
         if self._manifest is not None:

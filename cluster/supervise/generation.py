@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...data_pipeline.errors import PreparationFailedError
 from ...train.record.heartbeat import PhaseClock
 from ..job import (
     GENERATION,
@@ -35,7 +34,6 @@ from ..report.history import describe_trouble
 from ..report.json_lines import JsonLinesTail
 from ..stop import STOP_NOW, STOP_PREEMPT, stop_requested
 from ..watch.watcher import RankWatcher, read_limits
-from .background_data import BackgroundData
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
 POLL_S = 0.2
@@ -93,7 +91,6 @@ class GenerationOwner(Protocol):
     run_dir: Path
     number: SupervisorNumber
     generation: int
-    data: BackgroundData | None
     clock: RecoveryClock
 
     def log(self, state: State, reason: str, **details: object) -> None: ...
@@ -169,9 +166,6 @@ class GenerationWatch:
 
     def look(self) -> Outcome | None:
         """Returns how the generation ended; None while it runs."""
-        data = self.owner.data
-        if data is not None and data.must_end_ranks:
-            return Outcome("failed", _without_data(data.failure), self.step)
         reports = self.poll()
         if any(not report.ok for report in reports.values()):
             return self.failed(reports)
@@ -355,8 +349,3 @@ def _named(node_rank: int):
         yield
     except NodeLost as error:
         raise NodeLost(f"node {node_rank} was lost: {error}") from error
-
-
-def _without_data(failure: str) -> RootCause:
-    """Returns the cause for ranks that would wait forever for data."""
-    return RootCause(failure, error=f"{PreparationFailedError.__name__}: {failure}")

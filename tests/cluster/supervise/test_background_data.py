@@ -213,20 +213,22 @@ def test_ranks_that_have_used_up_what_is_sealed_are_not_started_again(tmp_path, 
     assert status.generation == 1
 
 
-def test_ranks_that_cannot_be_told_are_ended(tmp_path, made, monkeypatch):
-    def no_room(directory: Path, reason: str) -> None:
-        raise PrepareError("no room for given-up.json")
+def test_a_failure_that_a_full_disk_hides_from_the_ranks_is_told_later(tmp_path, made, monkeypatch):
+    disk = iter([True, True])
 
-    monkeypatch.setattr(background_data, "give_up", no_room)
+    def refuses_twice(directory: Path, reason: str) -> None:
+        if next(disk, False):
+            raise PrepareError("no room for given-up.json")
+        give_up(directory, reason)
+
+    monkeypatch.setattr(background_data, "give_up", refuses_twice)
     seal(made)
     job = Job(launch_of(tmp_path, made, max_restarts=0))
     job.await_words("STARTING")
-    job.preparation.children[0].code = 1
-    job._thread.join(timeout=100)
-    status = read_status(job.run_dir)
-    assert status.state is State.FAILED
-    assert "the data ended before a step: exit code 1" in status.reason
-    assert "no room for given-up.json" in status.reason
+    job.preparation.children[0].code = -9
+    job.await_words("data preparation failed: killed by signal 9. The ranks continue")
+    job.await_(lambda: given_up(made.folder) == "killed by signal 9")
+    assert job.end().state is State.SUCCEEDED
 
 
 def test_the_preparation_has_the_cpus_that_ranks_leave(monkeypatch):
