@@ -76,6 +76,23 @@ def pytest_configure(config: pytest.Config) -> None:
     library.loaded()  # ranks that waited for the compiler would be late
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks most cases of the tests marked `sample(N)` as slow: N remain, spread over all."""
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            groups.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for group in groups.values():
+        marker = group[0].get_closest_marker("sample")
+        assert marker is not None
+        (kept,) = marker.args
+        fast = {round((place + 0.5) * len(group) / kept - 0.5) for place in range(kept)}
+        for place, item in enumerate(group):
+            if place not in fast:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     deadline = time.monotonic() + LEAVE_S

@@ -174,6 +174,7 @@ def test_the_dispatcher_gives_the_bits_of_the_oracle_where_rows_are_bfloat16(
     assert all(torch.equal(own[name], oracle[name]) for name in oracle)
 
 
+@pytest.mark.slow
 def test_the_dispatcher_halves_the_bytes_of_float32(shards: Path, tmp_path: Path) -> None:
     sent = {}
     for name in (DISPATCHER, "alltoall"):
@@ -246,6 +247,7 @@ def test_a_loss_on_two_ranks_equals_one_process(shards: Path, tmp_path: Path) ->
 # The source -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_source_has_the_entropy_that_it_says(tmp_path: Path) -> None:
     config = make_config(
         tmp_path / "shards",

@@ -124,6 +124,7 @@ DENSE = {"kind": "dense", "num_heads": 2, "d_head": 8}
 SIGMOID = {"kind": "sigmoid", "top_k": 2, "balance_form": "load"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("key", "own", "known"),
     [
@@ -161,6 +162,7 @@ def test_a_part_like_the_built_in_one_trains_to_the_same_losses(
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd?momentum=0", "adamw"])
 def test_a_run_with_own_parts_resumes_bit_for_bit(
     optimizer: str, shards: Path, tmp_path: Path

@@ -106,6 +106,7 @@ def test_ranks_whose_sequences_have_all_left_take_part_to_the_end():
     assert [loops for loops, _ in found[:3]] == [[1, 1], [repeats] * 2, [1, 1]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["parcae_moe", "moeut_sandwich"])
 def test_two_ranks_agree_with_one_process(recipe):
     assert run_ranks(wrong_draws, 2, recipe, "alltoall", range(12)) == [[], []]

@@ -158,6 +158,7 @@ def trace(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_step_on_one_gpu_stays_there() -> None:
     """Of the recipes that differ most in what they launch; the next test takes all."""
     check("local", [each for each in alone(0) if each[0] in ("dense", "moeut", "sut", "switch")])

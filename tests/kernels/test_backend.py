@@ -30,6 +30,7 @@ def nothing_is_remembered() -> Iterator[None]:
         each.cache_clear()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("module", ["kernels.functional", "kernels.cpu.brgemm"])
 def test_importing_it_imports_no_compiler(module: str) -> None:
     script = f"import sys, moebius.{module}; print(*set(sys.modules) & set({COMPILERS}))"

@@ -94,6 +94,7 @@ def megablocks() -> Iterator[StandIn]:
         yield found
 
 
+@pytest.mark.sample(40)
 @parametrize_pairs(
     {
         "name": CASES,
@@ -111,6 +112,7 @@ def test_mlp_equals_the_reference(
         check(operation, x.to(dtype), weights, kind, backend)
 
 
+@pytest.mark.sample(30)
 @every_kind
 @pytest.mark.parametrize("widths", [(24, 8), (8, 24), (8, 8), (412, 82), (82, 412)], ids=str)
 @pytest.mark.parametrize("direction", ["token to head", "head to token"])
@@ -183,6 +185,7 @@ def test_mlp_equals_the_reference_for_any_shape(
     check(operation, x.to(dtype), [w.to(dtype) for w in weights], routes, backend)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("backend", ["segments", "reference"])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, "linear"])
 def test_gradients_are_numerical_derivatives(activation: str, backend: str) -> None:

@@ -126,6 +126,7 @@ def of_a_rank(values: Tensor, expert_of: Tensor, slots: tuple[int, int]) -> Tens
     return values[first:end]
 
 
+@pytest.mark.sample(8)
 @parametrize_pairs(
     {"activation": ACTIVATIONS, ("backend", "dtype"): KINDS, "num_threads": [1, 2]},
 )

@@ -425,6 +425,7 @@ def logits_of(model: Transformer, tokens: Tensor) -> Tensor:
         return model(tokens).logits_BSV
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("training", [True, False])
 def test_no_later_position_and_no_other_sequence_changes_anything(name, training):
@@ -450,6 +451,7 @@ def test_a_pass_with_a_cache_equals_a_whole_one(name):
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_keeps_loss_and_gradients_to_the_bit(name, mode):
@@ -535,6 +537,7 @@ LEAVING = [  # the others are refused: R is no sequence's own, or every loop has
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", LEAVING)
 def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
@@ -587,6 +590,7 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
     assert rows.sum().item() == POSITIONS * (4 * once + core * sum(depths))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", LEAVING)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_loops_that_no_sequence_needs_change_nothing(name, mode):

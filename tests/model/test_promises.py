@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, some_tokens, tiny_config, tiny_model
-from pairwise import slow_but
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
@@ -148,10 +147,8 @@ def test_gshard_promises_more_in_evaluation() -> None:
     assert (found.causal, found.batch_invariant, found.dropless) == (True, True, True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(NAMES, "moeut", "sut", "switch", "expert_choice", "mixture_of_tokens", "mh_moe"),
-)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
     promises = tiny_config(name).promises
     past, own_past, others = largest(name)

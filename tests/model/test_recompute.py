@@ -60,6 +60,7 @@ def loss_and_gradients(
     }
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -61,6 +61,7 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return (torch.stack(differences).norm() / torch.stack(sizes).norm()).item()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gradients(name, "float32")
@@ -68,6 +69,7 @@ def test_every_architecture_in_float32(name: str, monkeypatch: pytest.MonkeyPatc
     assert off(gradients(name, "float32"), plain) < 1e-5
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

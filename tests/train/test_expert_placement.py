@@ -203,7 +203,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
     assert same_state(folder, tmp_path) == []
 
 
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (4, 2)])
 def test_a_placed_checkpoint_is_read_on_any_layout(
     world: int, ep: int, alone: tuple, placed: tuple, data: Path, tmp_path: Path
 ) -> None:

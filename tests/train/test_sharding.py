@@ -339,6 +339,7 @@ def saved_after_a_lost_pass(config: Config, run_dir: Path) -> list[bool]:
         return [*same, not torch.equal(run.model(rows).logits_BSV, expected)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["repeated", "not_repeated"])
 def test_a_pass_without_a_backward_leaves_nothing_gathered_in_a_checkpoint(
     model: str, data: Path, tmp_path: Path

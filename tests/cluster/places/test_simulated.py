@@ -116,6 +116,7 @@ except JobError as error:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "credentials",
     [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}],

@@ -111,6 +111,7 @@ def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_resuming_at_every_step_is_continuing(made, packing):
     """Crosses the ends of an epoch, of segments and of a stage, with changing numbers of ranks."""

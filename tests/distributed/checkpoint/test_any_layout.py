@@ -158,6 +158,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name / "step_00000007" for name in (*LAYOUTS, MOVED)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_layout_loads_every_other(world: int, saved: dict[str, Path]) -> None:
     names = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world]

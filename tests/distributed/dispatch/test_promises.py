@@ -169,6 +169,7 @@ def left_behind(name: str) -> tuple[int, float]:
         return tensors - before[0], (num_bytes - before[1]) / 2**20
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallinfo2 is glibc's")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pass_leaves_nothing_behind(name: str) -> None:

@@ -147,6 +147,7 @@ def served_by(expert_map: ExpertMap, scene: str, kind: str) -> list[int]:
     return served
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["alltoall", "dedup", "allgather", "hierarchical", "symmetric"])
 def test_copies_answer_as_the_one_expert_would(name: str) -> None:
     """Wherever it is, for routes of all kinds."""

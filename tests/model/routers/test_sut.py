@@ -207,6 +207,7 @@ class Oracle:
         return conditional + marginal if published else conditional - marginal
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("backend", ["reference", "segments"])
 @pytest.mark.parametrize("sign", ["corrected", "as_published"])
 @pytest.mark.parametrize("loss_sum", [None, "last", "all"])

@@ -65,6 +65,7 @@ def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
     right(*args, scale=scale, back=False)  # only the gradients see it
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "found"),
     [

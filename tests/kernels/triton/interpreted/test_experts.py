@@ -42,11 +42,13 @@ WIDTHS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", slow_but(SMALL, *(set(SMALL) - {"width of the 44M model"})))
 def test_mlp_equals_the_reference(name: str) -> None:
     check(*make_call(SMALL[name], "relu", "no bias"), "triton")
 
 
+@pytest.mark.sample(6)
 @parametrize_pairs({"activation": ACTIVATIONS, "biases": BIASES})
 def test_every_activation_with_and_without_biases(activation: str, biases: str) -> None:
     check(*make_call(Case(21, 20, 39, 4, 2), activation, biases), "triton")
@@ -80,6 +82,7 @@ def test_routes_that_stand_in_expert_order(kind: str) -> None:
     check(routed_linear, x, [torch.randn(5, 12, 13, generator=generator)], routes, "triton")
 
 
+@pytest.mark.sample(2)
 @parametrize_pairs(
     {"name": WIDTHS, "direction": ["token to head", "head to token"], "ruled": [True, False]}
 )
@@ -123,6 +126,7 @@ def test_an_expert_with_many_rows_is_done_in_chunks(name: str) -> None:
     check(*make_call(name, "relu", "no bias"), "triton")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("activation", slow_but(["relu", "gelu", "geglu"], "relu"))

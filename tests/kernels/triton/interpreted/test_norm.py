@@ -94,6 +94,7 @@ def test_wide_rows(width: int) -> None:
     compare(make_inputs((2, width), added=HALF), low=HALF, copies=("normed", "total"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("copies", COPIES)
 def test_copies_and_their_gradients(copies: tuple[Copied, ...]) -> None:
     for low, added, wants_normed in product((FLOAT, HALF), (FLOAT, HALF, None), (True, False)):

@@ -159,6 +159,7 @@ def check_bounds(given: Backward) -> None:
     assert ((grad_weight.double() - grad_TE.T @ x).abs() <= slack_TE.T @ x.abs()).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_are_within_the_bound(gate: Gate, parts: tuple[bool, bool]) -> None:
@@ -210,6 +211,7 @@ def test_what_is_no_number_stays_in_its_row_and_its_experts(bad: float) -> None:
     assert grad_weight[:29].isfinite().all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("names", [("x",), ("weight",), ("x", "weight")])
 @pytest.mark.parametrize("gate", GATES)
 def test_autograd_gets_what_torchs_operations_give(
