@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..data_pipeline.make.pools import WorkerDiedError, WorkerKilledError, import_tasks, run_task
+from ..data_pipeline.make.pools import WorkerDiedError, WorkerKilledError, run_task
 from ..own_parts import FOLDER, folder_of_job
 from .places.ray_session import require_ray
 
@@ -58,11 +58,6 @@ class RayPool:
         import ray
 
         return tasks_for(int(ray.cluster_resources().get("CPU", 1)))
-
-    def expect(self, num_tasks: int) -> None:
-        """Implements `TaskPool.expect`: workers import what tasks need in advance."""
-        for _ in range(min(num_tasks, self.capacity)):
-            self._task.remote(import_tasks, None, folder_of_job())
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Submits a task and returns its number."""

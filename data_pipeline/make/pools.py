@@ -77,7 +77,7 @@ def _travels(error: BaseException) -> bool:
         return False
 
 
-def import_tasks(_: object = None) -> None:
+def import_tasks() -> None:
     """Imports what most tasks need, for a fresh process."""
     import_module(f"{__package__}.tasks")
 
@@ -88,10 +88,6 @@ class TaskPool(Protocol):
     @property
     def capacity(self) -> int:
         """Returns how many tasks can run at once."""
-        ...
-
-    def expect(self, num_tasks: int) -> None:
-        """Announces at least `num_tasks` tasks, so that processes may start in advance."""
         ...
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
@@ -111,9 +107,6 @@ class SerialPool:
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Callable[[Any], object], object]] = deque()
         self._submitted = 0
-
-    def expect(self, num_tasks: int) -> None:
-        """Implements `TaskPool.expect`, with nothing to start."""
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Queues a task for `wait` to run, and returns its number."""
@@ -139,7 +132,7 @@ class LocalPool:
     """
 
     def __init__(self, num_workers: int):
-        """Starts no process; the first task that needs or expects one does.
+        """Starts no process; the first task that needs one does.
 
         Raises:
             DataError: `num_workers` is less than 1.
@@ -151,11 +144,6 @@ class LocalPool:
         self._busy: dict[int, _Worker] = {}  # by task number, in the order of submission
         self._submitted = 0
         self._life, self._life_of_workers = cast("tuple[Any, Any]", multiprocessing.Pipe())
-
-    def expect(self, num_tasks: int) -> None:
-        """Starts workers for `num_tasks` tasks, up to `capacity` in all."""
-        while len(self._idle) + len(self._busy) < min(num_tasks, self.capacity):
-            self._idle.append(_Worker(self._life_of_workers))
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Sends a task to an idle or a new worker process, and returns its number."""

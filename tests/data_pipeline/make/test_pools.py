@@ -53,17 +53,6 @@ def _await_end(process: int, timeout_s: float = 20) -> None:
         time.sleep(0.02)
 
 
-def test_expected_tasks_find_their_processes_started():
-    before = set(multiprocessing.active_children())
-    with LocalPool(2) as pool:
-        pool.expect(1)
-        pool.expect(9)
-        started = {one.pid for one in set(multiprocessing.active_children()) - before}
-        assert len(started) == 2
-        pool.submit(_process, 0.0)
-        assert pool.wait()[1] in started
-
-
 def test_a_serial_pool_returns_results_and_exceptions_in_order():
     """Also what would end this process ends the task only."""
     pool = SerialPool()

@@ -536,7 +536,7 @@ def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch
     """Whatever the pool; with any other input, the pool runs the tasks."""
 
     class Refusing(SerialPool):
-        def expect(self, num_tasks: int) -> None:
+        def submit(self, function, item, /):
             raise RuntimeError("asked")
 
     words = "this is a sentence of the corpus. " * 20
