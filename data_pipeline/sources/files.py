@@ -34,14 +34,8 @@ def find_files(pattern: str, suffixes: Sequence[str]) -> Iterator[FoundFile]:
         InputError: no file matches, or it cannot be listed.
     """
     fs, path = _filesystem(pattern)
-    try:
+    with _explained(f"input {pattern!r} cannot be listed"):
         yield from patiently(lambda: _found_files(fs, path, pattern, suffixes))
-    except Exception as error:
-        if not is_of_connection(error):
-            raise
-        raise InputError(
-            f"input {pattern!r} cannot be listed ({explain(error)}): check the name and your access"
-        ) from error
 
 
 @contextmanager
@@ -56,7 +50,7 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
         InputError: it cannot be read, or its size has changed.
     """
     fs, path = _filesystem(url)
-    try:
+    with _explained(f"{url} cannot be read"):
         fs.invalidate_cache()  # an old listing would hide changes
         size = patiently(lambda: _size(fs, path, url))
         if expected_size is not None and size != expected_size:
@@ -67,11 +61,33 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
         file = fs.open(path, "rb") if _is_local(fs) else RemoteFile(fs, path, size)
         with cast("IO[bytes]", file):
             yield cast("IO[bytes]", file)
+
+
+def content_of(url: str) -> bytes | None:
+    """Returns the bytes of a small file; None if it does not exist.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    fs, path = _filesystem(url)
+    with _explained(f"{url} cannot be read"):
+        is_there = patiently(lambda: _exists(fs, path))
+    if not is_there:
+        return None
+    with opened(url) as file:
+        return file.read()
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns the errors of a file system into an InputError."""
+    try:
+        yield
     except Exception as error:
         if not is_of_connection(error):
             raise
         raise InputError(
-            f"{url} cannot be read ({explain(error)}): check that it exists and that you may read it"
+            f"{what} ({explain(error)}): check the name, and that you may read it"
         ) from error
 
 
@@ -92,7 +108,7 @@ def _exists(fs: Any, path: str) -> bool:
     """
     try:
         fs.info(path)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if is_passing(error):
             raise
         return False

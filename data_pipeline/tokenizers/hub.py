@@ -12,19 +12,16 @@ names the token that ends a document (`tokenizer.tokenizer_of_files`). No text m
 """
 
 from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from ...own_parts import PYTHON, named_function
 from ..errors import InputError
-from ..retries import explain, is_of_connection, is_passing, patiently
+from ..sources.files import content_of
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
 from .tokenizer import tokenizer_of_files
 
-_HUB = "hf://"
 _SHOWN = 60  # characters of a wrong word
 
 
@@ -44,74 +41,20 @@ def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
 
 
 def _files_of(name: str) -> dict[str, bytes]:
+    """Reads a tokenizer's files, by their names in a prepared folder."""
     if name.startswith(PYTHON):
         return word_files(name)
-    return _from_hub(name) if name.startswith(_HUB) else _from_disk(name)
-
-
-def _from_disk(name: str) -> dict[str, bytes]:
-    """Reads a tokenizer's files, by their names in a prepared folder."""
-    path = Path(name)
-    if path.is_dir():
-        path = next(
-            (path / file for file in (TOKENIZER_FILE, MODEL_FILE) if (path / file).exists()), path
-        )
-    kind = {".json": TOKENIZER_FILE, ".model": MODEL_FILE}.get(path.suffix)
-    if kind is None or not path.is_file():
-        raise InputError(
-            f"tokenizer {name!r} is neither a .json or .model file nor a folder with "
-            f"{TOKENIZER_FILE} or {MODEL_FILE}: check the path; a hub repository is {_HUB}owner/name"
-        )
-    try:
-        files = {kind: path.read_bytes()}
-        beside = path.with_name(CONFIG_FILE)
-        return files | ({CONFIG_FILE: beside.read_bytes()} if beside.is_file() else {})
-    except OSError as error:
-        raise InputError(f"tokenizer {name!r} cannot be read ({error.strerror})") from error
-
-
-def _from_hub(name: str) -> dict[str, bytes]:
-    """Downloads a tokenizer's files into the hub library's cache."""
-    try:
-        import huggingface_hub
-        from huggingface_hub import errors
-    except ImportError as error:
-        raise InputError(
-            f"tokenizer {name!r} needs a package: pip install 'moebius[hub]'"
-        ) from error
-    repository, _, revision = name.removeprefix(_HUB).partition("@")
-    files: dict[str, bytes] = {}
-    for file in (TOKENIZER_FILE, MODEL_FILE, CONFIG_FILE):
-        if file == MODEL_FILE and files:
-            continue
-        try:
-            path = patiently(
-                partial(
-                    huggingface_hub.hf_hub_download, repository, file, revision=revision or None
-                )
-            )
-        except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
-            raise _unreachable(name, error) from error
-        except errors.EntryNotFoundError:
-            continue
-        except Exception as error:
-            if not is_of_connection(error):
-                raise
-            raise _unreachable(name, error) from error
-        files[file] = Path(path).read_bytes()
-    if not {TOKENIZER_FILE, MODEL_FILE} & files.keys():
-        raise InputError(
-            f"tokenizer {name!r}: the repository has neither {TOKENIZER_FILE} nor {MODEL_FILE}"
-        )
-    return files
-
-
-def _unreachable(name: str, error: Exception) -> InputError:
-    # the hub library's messages are paragraphs
-    reason = explain(error) if is_passing(error) else " ".join(str(error).split())
-    return InputError(
-        f"tokenizer {name!r} cannot be fetched from the hub ({reason}): check the name and your "
-        "access (HF_TOKEN), or download it and give its folder"
+    is_file = name.endswith((".json", ".model"))
+    folder = name[: name.rfind("/") + 1] if is_file else f"{name.rstrip('/')}/"
+    for url in [name] if is_file else [folder + TOKENIZER_FILE, folder + MODEL_FILE]:
+        if (content := content_of(url)) is not None:
+            kind = TOKENIZER_FILE if url.endswith(".json") else MODEL_FILE
+            config = content_of(folder + CONFIG_FILE)
+            return {kind: content} | ({} if config is None else {CONFIG_FILE: config})
+    raise InputError(
+        f"tokenizer {name!r} is neither a .json or .model file nor a folder with {TOKENIZER_FILE} or "
+        f"{MODEL_FILE}: check the name, and your access (HF_TOKEN) to a hub repository, which is "
+        "hf://owner/name"
     )
 
 

@@ -142,8 +142,11 @@ def test_a_failure_that_passes_is_not_noticed(site, name, fault):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (503, r"a.jsonl cannot be read \(ClientResponseError: 503.*; tried 4 times\): check that"),
-        ("cut", r"a.jsonl cannot be read \(.*; tried 4 times\): check that"),
+        (
+            503,
+            r"a.jsonl cannot be read \(ClientResponseError: 503.*; tried 4 times\): check the name",
+        ),
+        ("cut", r"a.jsonl cannot be read \(.*; tried 4 times\): check the name"),
         (403, r"a.jsonl cannot be read \(ClientResponseError: 403"),
     ],
 )

@@ -306,7 +306,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
         type(fsspec.filesystem("file")), "open", denied
     )  # chmod would not stop root
     with pytest.raises(
-        InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"
+        InputError, match=r"a.jsonl cannot be read \(Permission denied\): check the name, and that"
     ):
         list(read_documents(split, config.all_sources[0]))
 
