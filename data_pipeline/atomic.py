@@ -1,13 +1,15 @@
-"""Atomic file writes that survive a power failure."""
+"""Atomic file writes that survive a power failure, and small records that notice damage."""
 
 import errno
+import hashlib
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from .errors import PrepareError
 
@@ -90,3 +92,31 @@ def explained_write_errors(path: Path) -> Iterator[None]:
             errno.EEXIST: "a file is in the way; choose another folder",
         }.get(error.errno or 0, "nothing half-written is left; run the same command again")
         raise PrepareError(f"cannot write {path} ({error.strerror or error}): {advice}") from error
+
+
+def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Writes a JSON record with its hash, atomically.
+
+    Args:
+        path: the file.
+        content: the record.
+        durable: whether the record must survive a power failure.
+    """
+    text = json.dumps(content)
+    with atomic_write(path, durable=durable) as file:
+        file.write(json.dumps({"sha256": _sha256(text), "content": content}).encode())
+
+
+def read_record(path: Path) -> Any | None:
+    """Returns the content of a record; None if it is missing or damaged."""
+    try:
+        record = json.loads(path.read_bytes())
+        content = record["content"]
+        is_whole = record["sha256"] == _sha256(json.dumps(content))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return content if is_whole else None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from ..arrow_columns import bools_of
 from ..arrow_messages import decode_batch
-from ..atomic import atomic_write
+from ..atomic import atomic_write, read_record, write_record
 from ..errors import ShardError
 from ..manifest import SPLITS, ShardEntry, Split
 from ..prepare_config import PrepareConfig
@@ -32,13 +32,11 @@ from .tasks import (
     ShardPair,
     UnitTask,
     in_batches,
-    read_record,
     ready_shards,
     save_shards,
     schema_of,
     token_documents,
     unfinished_file,
-    write_record,
 )
 from .units import Unit, interleaved
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from ..atomic import atomic_write, make_durable
+from ..atomic import atomic_write, make_durable, read_record, write_record
 from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError, ShardError
 from ..manifest import SPLITS, UNFINISHED, ShardEntry, Split, index_name, shard_name
@@ -447,31 +447,3 @@ def in_batches(items: Iterable[T], size_of: Callable[[T], int], least: int) -> I
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
-    """Writes a JSON record with its hash, atomically.
-
-    Args:
-        path: the file.
-        content: the record.
-        durable: whether the record must survive a power failure.
-    """
-    text = json.dumps(content)
-    with atomic_write(path, durable=durable) as file:
-        file.write(json.dumps({"sha256": _sha256(text), "content": content}).encode())
-
-
-def read_record(path: Path) -> Any | None:
-    """Returns the content of a record; None if it is missing or damaged."""
-    try:
-        record = json.loads(path.read_bytes())
-        content = record["content"]
-        is_whole = record["sha256"] == _sha256(json.dumps(content))
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return content if is_whole else None
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ...own_parts import PYTHON
-from ..atomic import TEMPORARY, atomic_write, explained_write_errors
+from ..atomic import TEMPORARY, atomic_write, explained_write_errors, read_record, write_record
 from ..errors import PrepareError
 from ..manifest import (
     UNFINISHED,
@@ -26,7 +26,7 @@ from ..manifest import (
 )
 from ..prepare_config import DEFAULT_SOURCE, PrepareConfig, RecordFields
 from ..sources.embedded import EMBEDDED
-from .tasks import SIDES, read_record, unfinished_file, write_record
+from .tasks import SIDES, unfinished_file
 from .units import Unit
 
 QuarantineStage = Literal["scan", "tokenise"]

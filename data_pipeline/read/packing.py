@@ -12,26 +12,24 @@ The plan lies beside the shards:
     pack-SOURCE-SEGMENT-sS.arrow   one record batch per chunk: for each row its pieces (start, length)
     pack-SOURCE-SEGMENT-sS.json    the segment, and per chunk its rows and its batch's place and CRC32
 
-A deleted plan is made again in about the time of reading the shards once. Each S has its own plan.
+A plan whose head is deleted or damaged is made again, in about the time of reading the shards once. Each S has its own plan.
 
 Legend: S tokens predicted per row, C chunks of a segment. A chunk is a run of whole record batches.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..arrow_columns import number_column
 from ..arrow_messages import EncodedBuffers
-from ..atomic import atomic_write
+from ..atomic import atomic_write, read_record, write_record
 from ..errors import ShardError
 from .order import ChunkTable, num_rows
 from .token_store import ARROW_MAGIC_BYTES, crc32
@@ -48,7 +46,6 @@ CHUNK_BATCHES = 8
 _PLAN_DOCUMENTS = 1000
 _PLAN_ROWS = 256  # a chunk leaves about one row unfilled, whatever its size
 _PLAN_BATCHES = 16
-_MAX_HEAD_BYTES = 64 * 2**20
 AGAIN = "delete the plan's two files; they are made again"
 """The advice for a damaged plan."""
 
@@ -348,8 +345,8 @@ def _write_plan(
     )
     with atomic_write(directory / f"{key.stem}.arrow") as file:
         file.write(data)
-    with atomic_write(directory / f"{key.stem}.json") as file:  # last: it makes the plan valid
-        file.write(json.dumps(_signed(head.model_dump(mode="json"))).encode())
+    # last: it makes the plan valid
+    write_record(directory / f"{key.stem}.json", head.model_dump(mode="json"))
     return head
 
 
@@ -395,26 +392,13 @@ def _decoded(message: bytes, num_rows: int) -> ChunkPieces:
     return ChunkPieces(starts, lengths, row_starts)
 
 
-def _signed(plan: dict[str, Any]) -> dict[str, Any]:
-    body = json.dumps(plan, sort_keys=True).encode()
-    return {"plan": plan, "sha256": hashlib.sha256(body).hexdigest()}
-
-
 def _read_head(directory: Path, key: PlanKey) -> _PlanHead | None:
     """Returns the head of this segment's plan; None if it must be made."""
     path = directory / f"{key.stem}.json"
     try:
-        with open(path, "rb") as file:
-            whole = json.loads(file.read(_MAX_HEAD_BYTES))
-        if whole != _signed(whole["plan"]):
-            raise ValueError("its sha256 differs")
-        if whole["plan"].get("plan_version") != PLAN_VERSION:
-            return None
-        head = _PlanHead.model_validate(whole["plan"])
-    except FileNotFoundError:
-        return None
+        head = _PlanHead.model_validate(read_record(path))
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ShardError(f"{path} is damaged ({error}); {AGAIN}") from error
-    return head if head.key == key else None
+    except ValidationError:  # missing, damaged, or of another version
+        return None
+    return head if (head.key, head.plan_version) == (key, PLAN_VERSION) else None

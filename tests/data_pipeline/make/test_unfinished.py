@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from moebius.data_pipeline.atomic import read_record, write_record
 from moebius.data_pipeline.errors import PrepareError
-from moebius.data_pipeline.make.tasks import UNFINISHED, read_record, write_record
+from moebius.data_pipeline.make.tasks import UNFINISHED
 from moebius.data_pipeline.make.unfinished import (
     LOCK,
     QUARANTINED,
