@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         "a position sees its whole document, later ones too", "model/documents.py", ".tril_()", "",
-        (f"{DOCUMENTS}::test_rotary_attention_equals_a_slow_loop[dense]",),
+        (f"{DOCUMENTS}::test_a_document_is_what_it_would_be_alone[dense-rotary]",),
     ),
     Mutant(
         "padding takes places in a capacity", "model/routers/capacity.py",

@@ -212,9 +212,6 @@ class _Products:
             table.length * column_tiles if self._routes.num_routes else 0,
             *(*args, *index, *constants.pop("numbers", ())),
             **constants,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=tile.depth,
             **tile.options(),
         )
 

@@ -46,6 +46,27 @@ def _tile(tile_expert, tile_first, starts, tile, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _at(index, rows, live):
+    """Returns index[rows], or the rows themselves without an index."""
+    if index is not None:
+        rows = tl.load(index + rows, mask=live, other=0)
+    return rows
+
+
+@triton.jit
+def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr):
+    """Stores gate · (output + bias) in the rows `places`."""
+    mask = live[:, None] & (cols < OUT)[None, :]
+    if bias is not None:
+        values = tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0)
+        output += values.to(tl.float32)[None, :]
+    if gate is not None:
+        output *= gate[:, None]
+    at = out + places[:, None] * OUT + cols[None, :]
+    tl.store(at, output.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _product(
     a,
     a_rows,
@@ -98,18 +119,10 @@ def _two_products(
         left = depth < K - k
         w_mask = left[:, None] & (cols < N)[None, :]
         a_tile = tl.load(a_at + k, mask=left[None, :], other=0.0)
-        first = tl.dot(
-            a_tile,
-            tl.load(w_at + k * W_K, mask=w_mask, other=0.0),
-            first,
-            input_precision="ieee",
-        )
-        second = tl.dot(
-            a_tile,
-            tl.load(w_at + k * W_K + N, mask=w_mask, other=0.0),
-            second,
-            input_precision="ieee",
-        )
+        w_tile = tl.load(w_at + k * W_K, mask=w_mask, other=0.0)
+        first = tl.dot(a_tile, w_tile, first, input_precision="ieee")
+        w_tile = tl.load(w_at + k * W_K + N, mask=w_mask, other=0.0)
+        second = tl.dot(a_tile, w_tile, second, input_precision="ieee")
     return first, second
 
 
@@ -200,20 +213,11 @@ def gathered_gate(
     w += expert.to(tl.int64) * D * OUT
     output = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < OUT)[None, :]
-    tl.store(
-        saved + rows.to(tl.int64)[:, None] * OUT + cols[None, :],
-        output.to(saved.dtype.element_ty),
-        mask=mask,
-    )
-    output *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
-    places = rows
-    if out_rows is not None:
-        places = tl.load(out_rows + rows, mask=live, other=0)
-    tl.store(
-        out + places.to(tl.int64)[:, None] * OUT + cols[None, :],
-        output.to(out.dtype.element_ty),
-        mask=mask,
-    )
+    saved_at = saved + rows.to(tl.int64)[:, None] * OUT + cols[None, :]
+    tl.store(saved_at, output.to(saved.dtype.element_ty), mask=mask)
+    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    places = _at(out_rows, rows, live).to(tl.int64)
+    _put(output, None, gate, out, places, live, cols, expert, OUT)
 
 
 @triton.jit
@@ -223,12 +227,10 @@ def _bias_products(a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: 
     total = tl.zeros((ROWS,), tl.float32)
     for k in range(0, K, DEPTH):
         left = depth < K - k
-        a_tile = tl.load(
-            a + a_rows[:, None] * K + depth[None, :] + k, mask=left[None, :], other=0.0
-        ).to(tl.float32)
-        total += tl.sum(
-            a_tile * tl.load(bias + depth + k, mask=left, other=0.0).to(tl.float32)[None, :], 1
-        )
+        a_at = a + a_rows[:, None] * K + depth[None, :] + k
+        a_tile = tl.load(a_at, mask=left[None, :], other=0.0).to(tl.float32)
+        values = tl.load(bias + depth + k, mask=left, other=0.0).to(tl.float32)
+        total += tl.sum(a_tile * values[None, :], 1)
     return total
 
 
@@ -270,19 +272,8 @@ def gathered_hidden_gradient(
     grad_gate += column_tile.to(tl.int64) * num_routes
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
-    d_hidden = _product(
-        grad,
-        targets,
-        w + expert.to(tl.int64) * F * OUT,
-        cols,
-        OUT,
-        F,
-        1,
-        OUT,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
+    w += expert.to(tl.int64) * F * OUT
+    d_hidden = _product(grad, targets, w, cols, OUT, F, 1, OUT, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < F)[None, :]
     at = rows.to(tl.int64)[:, None] * W + cols[None, :]
     gate = tl.load(gate_rows + rows, mask=live, other=0.0)
@@ -302,10 +293,7 @@ def gathered_hidden_gradient(
         tl.store(d_z + at, (gate[:, None] * d_hidden * slope).to(dtype), mask=mask)
     if bias is not None and column_tile == 0:
         d_gate += _bias_products(grad, targets, bias + expert.to(tl.int64) * OUT, OUT, ROWS, DEPTH)
-    places = rows
-    if out_rows is not None:
-        places = tl.load(out_rows + rows, mask=live, other=0)
-    tl.store(grad_gate + places, d_gate, mask=live)
+    tl.store(grad_gate + _at(out_rows, rows, live), d_gate, mask=live)
 
 
 @triton.jit
@@ -341,45 +329,15 @@ def gathered_input_gradient(
     grad_gate += column_tile.to(tl.int64) * num_routes
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
-    d_x = _product(
-        grad,
-        targets,
-        w + expert.to(tl.int64) * D * OUT,
-        cols,
-        OUT,
-        D,
-        1,
-        OUT,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
+    w += expert.to(tl.int64) * D * OUT
+    d_x = _product(grad, targets, w, cols, OUT, D, 1, OUT, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < D)[None, :]
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
     inputs = tl.load(x + sources[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    places = rows
-    if out_rows is not None:
-        places = tl.load(out_rows + rows, mask=live, other=0)
+    places = _at(out_rows, rows, live).to(tl.int64)
     tl.store(grad_gate + places, tl.sum(inputs * d_x, 1), mask=live)
-    d_x *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
-    tl.store(
-        out + places.to(tl.int64)[:, None] * D + cols[None, :],
-        d_x.to(out.dtype.element_ty),
-        mask=mask,
-    )
-
-
-@triton.jit
-def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr):
-    """Stores gate · (output + bias) in the rows `places`."""
-    mask = live[:, None] & (cols < OUT)[None, :]
-    if bias is not None:
-        values = tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0)
-        output += values.to(tl.float32)[None, :]
-    if gate is not None:
-        output *= gate[:, None]
-    at = out + places[:, None] * OUT + cols[None, :]
-    tl.store(at, output.to(out.dtype.element_ty), mask=mask)
+    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    _put(d_x, None, gate, out, places, live, cols, expert, D)
 
 
 @triton.jit
@@ -414,12 +372,8 @@ def rows_product(
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
     if expert < 0:
         return
-    sources, places = rows, rows
-    if a_rows is not None:
-        sources = tl.load(a_rows + rows, mask=live, other=0)
-    if out_rows is not None:
-        places = tl.load(out_rows + rows, mask=live, other=0)
-    sources, places = tl.where(live, sources, 0).to(tl.int64), places.to(tl.int64)
+    sources = tl.where(live, _at(a_rows, rows, live), 0).to(tl.int64)
+    places = _at(out_rows, rows, live).to(tl.int64)
     gate = None
     if gate_rows is not None:
         gate = tl.load(gate_rows + rows, mask=live, other=0.0)
@@ -434,10 +388,7 @@ def rows_product(
             )
             grads = tl.load(a + sources[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
             d_gate += tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)
-        gates = rows
-        if gate_places is not None:
-            gates = tl.load(gate_places + rows, mask=live, other=0)
-        tl.store(grad_gate + gates, d_gate, mask=live)
+        tl.store(grad_gate + _at(gate_places, rows, live), d_gate, mask=live)
     if K <= DEPTH:
         a_tile = tl.load(
             a + sources[:, None] * K + depth[None, :], mask=(depth < K)[None, :], other=0.0

@@ -297,9 +297,6 @@ def _row_gradient(g_2TG: Tensor, parts_2GW: Tensor, x_TD: Tensor, tile: Tile) ->
         D=width,
         DEEP=g_2TG.shape[2],
         WIDTH=parts_2GW.shape[2],
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
         **tile.options(),
     )
     return grad_TD
@@ -321,9 +318,6 @@ def _weight_gradient(g_2TG: Tensor, x_TD: Tensor, weight_ED: Tensor, tile: Tile)
         E=num_experts,
         D=width,
         DEEP=g_2TG.shape[2],
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
         EMULATED=INTERPRETED,
         **tile.options(),
     )

@@ -40,8 +40,9 @@ class Tile:
         )
 
     def options(self) -> dict[str, Any]:
-        """Returns warps and stages as Triton's launch options."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        """Returns the sides as a kernel's constants, and Triton's launch options."""
+        sides = {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
+        return sides | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 Table = dict[tuple[str, str, str], Tile]  # by kernel, precision, load

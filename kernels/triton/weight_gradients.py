@@ -12,7 +12,7 @@ Several calls (the repeats of a layer group in a Universal Transformer) share on
 read and written once, and loads overlap across calls. The kernel applies the activation to u, and
 the gate to the narrower of u and v, as it loads them, so it needs only what the forward saved.
 
-Legend: C calls, N routes of all calls, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH
+Legend: C calls, N routes of all calls, E experts, M columns of u, K of v; tiles ROWS × COLUMNS, DEPTH
 rows at a time; CHUNK rows of an expert.
 """
 
@@ -155,24 +155,24 @@ def ragged_product(
     ACT: tl.constexpr,
     DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Computes one tile of dW[e] over one chunk of an expert's listed rows."""
-    TILES_K: tl.constexpr = (K + WIDE - 1) // WIDE
-    TILES: tl.constexpr = (M + TALL - 1) // TALL * TILES_K
+    TILES_K: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = (M + ROWS - 1) // ROWS * TILES_K
     entry = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     expert = tl.load(chunk_expert + entry)
     if expert < 0:
         return
-    tall = (tile // TILES_K) * TALL + tl.arange(0, TALL)
-    wide = (tile % TILES_K) * WIDE + tl.arange(0, WIDE)
+    tall = (tile // TILES_K) * ROWS + tl.arange(0, ROWS)
+    wide = (tile % TILES_K) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     begin = tl.load(chunk_first + entry)
     end = tl.minimum(begin + chunk_rows, tl.load(total_starts + expert + 1))
-    total = tl.zeros((TALL, WIDE), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in range(begin, end, DEPTH):
         place = row + depth
         live = place < end
@@ -304,9 +304,6 @@ def ragged_gradient(
         ACT=activation,
         DTYPE=element,
         ACCUMULATE=into is not None,
-        TALL=tile.rows,
-        WIDE=tile.columns,
-        DEPTH=tile.depth,
         **tile.options(),
     )
     if work.most_slots:

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from parts import layers
 from torch import Tensor
 
-from moebius.model.attention.base import DepthContext, LayerCache
+from moebius.model.attention.base import LayerCache
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
-from moebius.model.layers import rotary_table
 from moebius.model.transformer import ModelOutput, Transformer
 
 CPU = torch.device("cpu")
@@ -177,92 +176,6 @@ def test_other_documents_change_no_bit(name: str) -> None:
         changed[row, where] = rows[row, where]
         after = model(changed, documents=marked()).logits_BSV
         assert torch.equal(after[row, where], before[row, where])
-
-
-def slow_attention(
-    q_HSC: Tensor, k_HSC: Tensor, v_HSC: Tensor, bias: Any, ids: list[int]
-) -> Tensor:
-    """Every position looks at its own document up to itself, one key at a time."""
-    out = torch.zeros_like(v_HSC[:, : q_HSC.shape[1]])
-    for head in range(q_HSC.shape[0]):
-        for place in range(q_HSC.shape[1]):
-            seen, key = [], place
-            while key >= 0 and ids[key] == ids[place]:
-                seen.append(key)
-                key -= 1
-            scores = torch.stack(
-                [q_HSC[head, place] @ k_HSC[head, key] + bias(head, place, key) for key in seen]
-            )
-            for weight, key in zip(scores.softmax(0), seen, strict=True):
-                out[head, place] += weight * v_HSC[head, key]
-    return out
-
-
-def slow_rotation(x_HSC: Tensor, ids: list[int], width: int, base: float) -> Tensor:
-    """Channel i and its partner turn by position · base^(−2i/width), as RoFormer has it."""
-    out, first = x_HSC.clone(), 0
-    for place in range(len(ids)):
-        if ids[place] != ids[first]:
-            first = place
-        for i in range(width // 2):
-            angle = (place - first) * base ** (-2 * i / width)
-            a, b = x_HSC[:, place, i], x_HSC[:, place, i + width // 2]
-            out[:, place, i] = a * math.cos(angle) - b * math.sin(angle)
-            out[:, place, i + width // 2] = b * math.cos(angle) + a * math.sin(angle)
-    return out
-
-
-@pytest.mark.parametrize("name", ["dense", "moeut"])
-def test_rotary_attention_equals_a_slow_loop(name: str) -> None:
-    model = tiny_model(name, **EXACT)
-    config, attention = model.config.attention, layers(model)[0].attention
-    generator = torch.Generator().manual_seed(4)
-    heads, channels, width = config.num_heads, config.d_head, config.rotary_channels
-    n_BSD = torch.randn(*IDS.shape, 24, generator=generator, **EXACT)
-    v_BHSC = torch.randn(2, heads, 12, channels, generator=generator, **EXACT)
-    documents = marked()
-    assert documents.positions_BS is not None
-    table = rotary_table(documents.positions_BS[:, None].double(), width, config.rotary_base)
-    found = attention.attend(n_BSD, v_BHSC, DepthContext(table, documents=documents))
-    for row, ids in enumerate(IDS.tolist()):
-        q_HSC, k_HSC = (
-            slow_rotation(
-                matrix(n_BSD[row]).view(12, heads, channels).transpose(0, 1) * channels**-0.25,
-                ids,
-                width,
-                config.rotary_base,
-            )
-            for matrix in (attention.query, attention.key)
-        )
-        expected = slow_attention(q_HSC, k_HSC, v_BHSC[row], lambda *_: 0.0, ids)
-        torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-12)
-
-
-def test_attention_with_learned_distances_equals_a_slow_loop() -> None:
-    model = tiny_model("sut_no_act", {"attention.max_distance": 4}, **EXACT)
-    config: Any = model.config.attention
-    attention = layers(model)[0].attention
-    generator = torch.Generator().manual_seed(5)
-    heads, channels = config.num_heads, config.d_head
-    with torch.no_grad():
-        attention.relative.normal_(generator=generator)
-    q_BHKSC = torch.randn(2, heads, 1, 12, channels, generator=generator, **EXACT)
-    memory_BSD = torch.randn(*IDS.shape, 24, generator=generator, **EXACT)
-    found = attention.attend(q_BHKSC, memory_BSD, DepthContext(documents=marked()))
-    scale = channels**-0.25
-    for row, ids in enumerate(IDS.tolist()):
-        q_HSC = q_BHKSC[row, :, 0] * scale
-        k_HSC, v_HSC = (
-            matrix(memory_BSD[row]).view(12, heads, channels).transpose(0, 1)
-            for matrix in (attention.key, attention.value)
-        )
-
-        def distance(head: int, place: int, key: int, q_HSC: Tensor = q_HSC) -> Tensor:
-            column = max(key - place, 1 - config.max_distance) + config.max_distance
-            return q_HSC[head, place] @ attention.relative[head, :, column]
-
-        expected = slow_attention(q_HSC, k_HSC * scale, v_HSC, distance, ids)
-        torch.testing.assert_close(found[row, :, 0], expected, rtol=0, atol=1e-12)
 
 
 def test_a_cache_and_documents_are_refused() -> None:

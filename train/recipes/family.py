@@ -64,14 +64,31 @@ _PARCAE: dict[str, Any] = _SANDWICH | {
     "feed_forward.d_feed_forward": 512, "loops.inject": "decay", "loops.input_norm": True,
     "loops.depth.kind": "poisson", "loops.depth.per": "sequence",
 }  # fmt: skip
-_SPARSE_CORE: dict[str, Any] = {
-    "feed_forward.kind": "experts", "feed_forward.sparse_layers": (1, 2),
-    "feed_forward.num_experts": 16, "feed_forward.d_expert": 88,
-    "feed_forward.router": {"kind": "token_choice", "top_k": 4, "balance": 0.01},
-}  # fmt: skip
 # As published; a later token can change an earlier one's result.
 _READS_THE_FUTURE: dict[str, Any] = {"feed_forward.allow_future_leak": True}
 
+
+def _router(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"feed_forward.router": {"kind": kind, **settings}}
+
+
+def _switch(drop_order: str) -> dict[str, Any]:
+    capacities = {"capacity_factor": 1.25, "evaluation_capacity_factor": 2.0}
+    return _SPARSE | _router("token_choice", top_k=1, **capacities, drop_order=drop_order)
+
+
+_TOP_4 = _router("token_choice", top_k=4, balance=0.01)
+_HALF_EXPERTS: dict[str, Any] = _SPARSE | {
+    "feed_forward.num_experts": 16, "feed_forward.d_expert": 256,
+}  # fmt: skip
+_EXPERT_CHOICE: dict[str, Any] = _SPARSE | {"feed_forward.output_norm": True}
+# Loops with experts in the core.
+_SPARSE_CORE: dict[str, Any] = _TOP_4 | {
+    "feed_forward.kind": "experts", "feed_forward.sparse_layers": (1, 2),
+    "feed_forward.num_experts": 16, "feed_forward.d_expert": 88,
+}  # fmt: skip
+
+# fmt: off
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Transformer with rotary positions, pre-norm", {}),
     "naive_ut": (
@@ -81,47 +98,31 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moeut": ("MoEUT: two layers of experts, repeated", _MOEUT),
     "moeut_g1": (
         "MoEUT with one shared layer",
-        _MOEUT
-        | {"layers_per_group": 1, "attention.num_experts": 8, "feed_forward.num_experts": 56},
+        _MOEUT | {"layers_per_group": 1, "attention.num_experts": 8, "feed_forward.num_experts": 56},
     ),
     "moeut_aabb": ("MoEUT, all repeats of one layer before the next", _MOEUT | {"order": "aabb"}),
     "moeut_pre": ("MoEUT with pre-norm", _MOEUT | {"norm": "pre"}),
     "moeut_post": ("MoEUT with post-norm", _MOEUT | {"norm": "post"}),
     "sigma_moe": (
         "σ-MoE as the MoEUT paper's control: gated heads, peri-norm, nothing shared",
-        _MOEUT
-        | {
-            "layers_per_group": 4,
-            "attention.num_experts": 1,
-            "attention.top_k": 1,
+        _MOEUT | {
+            "layers_per_group": 4, "attention.num_experts": 1, "attention.top_k": 1,
             "feed_forward.num_experts": 16,
         },
     ),
     "sigma_moe_original": (
         "σ-MoE as first published: dense attention, balanced over the global batch",
         {
-            "feed_forward.kind": "experts",
-            "feed_forward.num_experts": 16,
-            "feed_forward.d_expert": 32,
-            "initialisation.kind": "release",
-            "feed_forward.router": {
-                "kind": "sigmoid",
-                "top_k": 4,
-                "balance": 0.001,
-                "balance_scope": "global_batch",
-                "expert_dropout": 0.05,
-            },
+            "feed_forward.kind": "experts", "feed_forward.num_experts": 16,
+            "feed_forward.d_expert": 32, "initialisation.kind": "release",
+            **_router("sigmoid", top_k=4, balance=0.001, balance_scope="global_batch", expert_dropout=0.05),
         },
     ),
     "switchhead": (
         "SwitchHead: experts on V and O, dense feed-forward",
         {
-            "attention.kind": "switchhead",
-            "attention.num_heads": 2,
-            "attention.num_experts": 4,
-            "attention.top_k": 2,
-            "attention.balance": 0.0,
-            "feed_forward.d_feed_forward": 432,
+            "attention.kind": "switchhead", "attention.num_heads": 2, "attention.num_experts": 4,
+            "attention.top_k": 2, "attention.balance": 0.0, "feed_forward.d_feed_forward": 432,
         },
     ),
     "sut": (
@@ -135,203 +136,97 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "parcae_moe": ("Parcae with experts in the core", _PARCAE | _SPARSE_CORE),
     "ouro_moe": (
         "Ouro with experts: two layers, looped four times, with the final norm in the loop",
-        {
-            "num_layers": 8,
-            "layers_per_group": 2,
-            "norm": "branch",
-            "norm_layer": "rmsnorm",
-            "head_bias": False,
-            "attention.positions.width": 32,
-            "loops.final_norm": "every_loop",
-            "loops.exit_entropy": 0.05,
-        }
-        | _SPARSE_CORE
-        | {"feed_forward.activation": "swiglu", "feed_forward.sparse_layers": "all"},
+        _SPARSE_CORE | {
+            "num_layers": 8, "layers_per_group": 2, "norm": "branch", "norm_layer": "rmsnorm",
+            "head_bias": False, "attention.positions.width": 32, "loops.final_norm": "every_loop",
+            "loops.exit_entropy": 0.05, "feed_forward.activation": "swiglu",
+            "feed_forward.sparse_layers": "all",
+        },
     ),
     "moeut_sandwich": (
         "MoEUT with a layer before and a layer after the repeated ones",
-        _MOEUT
-        | {
-            "num_layers": 6,
-            "layers_per_group": 4,
-            "feed_forward.num_experts": 16,
-            "loops.prelude": 1,
-            "loops.coda": 1,
+        _MOEUT | {
+            "num_layers": 6, "layers_per_group": 4, "feed_forward.num_experts": 16,
+            "loops.prelude": 1, "loops.coda": 1,
         },
     ),
     "middle_half_twice": (
         "top-k of four layers, of which the middle two are applied twice, as SMELT",
-        _FINE
-        | {
-            "num_layers": 6,
-            "feed_forward.sparse_layers": "all",
-            "feed_forward.router": {"kind": "token_choice", "top_k": 4, "balance": 0.01},
-            "loops.prelude": 1,
+        _FINE | _TOP_4 | {
+            "num_layers": 6, "feed_forward.sparse_layers": "all", "loops.prelude": 1,
             "loops.coda": 1,
         },
     ),
     "switch": (
-        "Switch: the best expert, capacity factor 1.25",
-        _SPARSE
-        | {
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 1,
-                "capacity_factor": 1.25,
-                "evaluation_capacity_factor": 2.0,
-                "drop_order": "token_major",
-            }
-        }
-        | _READS_THE_FUTURE,
+        "Switch: the best expert, capacity factor 1.25", _switch("token_major") | _READS_THE_FUTURE
     ),
     "switch_causal": (
-        "Switch with a capacity that no later position can take",
-        _SPARSE
-        | {
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 1,
-                "capacity_factor": 1.25,
-                "evaluation_capacity_factor": 2.0,
-                "drop_order": "position_major",
-            }
-        },
+        "Switch with a capacity that no later position can take", _switch("position_major")
     ),
     "gshard": (
         "GShard: two experts, the second at random, capacity 1 per choice",
-        _SPARSE
-        | {
-            "feed_forward.num_experts": 16,
-            "feed_forward.d_expert": 256,
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 2,
-                "renormalise": True,
-                "second_expert": "random",
-                "capacity_factor": 1.0,
-                "drop_order": "slot_major",
-            },
-        }
-        | _READS_THE_FUTURE,
+        _HALF_EXPERTS | _READS_THE_FUTURE | _router(
+            "token_choice", top_k=2, renormalise=True, second_expert="random", capacity_factor=1.0,
+            drop_order="slot_major",
+        ),
     ),
     "top_k": (
         "dropless top-k of many small experts, as OLMoE",
-        _FINE
-        | {
-            "feed_forward.router": {
-                "kind": "token_choice",
-                "top_k": 4,
-                "balance": 0.01,
-                "z_loss": 0.001,
-            }
-        },
+        _FINE | _router("token_choice", top_k=4, balance=0.01, z_loss=0.001),
     ),
     "deepseek": (
         "DeepSeek: sigmoid scores, bias without a loss, groups of experts, one shared expert",
-        _FINE
-        | {
-            "feed_forward.num_shared_experts": 1,
-            "feed_forward.router": {
-                "kind": "deepseek",
-                "top_k": 3,
-                "num_groups": 4,
-                "kept_groups": 2,
-                "route_scale": 1.0,
-                "bias_rate": 0.001,
-            },
-        },
+        _FINE | {"feed_forward.num_shared_experts": 1} | _router(
+            "deepseek", top_k=3, num_groups=4, kept_groups=2, route_scale=1.0, bias_rate=0.001
+        ),
     ),
     "x_moe": (
-        "X-MoE: cosine router on a low-dimensional sphere",
-        _SPARSE | {"feed_forward.router": {"kind": "cosine", "top_k": 1}},
+        "X-MoE: cosine router on a low-dimensional sphere", _SPARSE | _router("cosine", top_k=1)
     ),
     "x_moe_torchscale": (
         "X-MoE as its released code behaves",
-        _SPARSE
-        | {
-            "feed_forward.num_experts": 16,
-            "feed_forward.d_expert": 256,
-            "feed_forward.router": {
-                "kind": "cosine",
-                "top_k": 2,
-                "behaviour": "torchscale",
-                "capacity_factor": 1.0,
-                "evaluation_capacity_factor": 2.0,
-                "capacity_rounding": "rows",
-                "drop_order": "slot_major",
-                "balance_choices": "first",
-            },
-        }
-        | _READS_THE_FUTURE,
+        _HALF_EXPERTS | _READS_THE_FUTURE | _router(
+            "cosine", top_k=2, behaviour="torchscale", capacity_factor=1.0,
+            evaluation_capacity_factor=2.0, capacity_rounding="rows", drop_order="slot_major",
+            balance_choices="first",
+        ),
     ),
     "expert_choice": (
         "expert choice by position across sequences",
-        _SPARSE
-        | {
-            "feed_forward.output_norm": True,
-            "feed_forward.router": {
-                "kind": "expert_choice",
-                "sequences_per_group": 8,
-                "mean_experts": 1.0,
-            },
-        },
+        _EXPERT_CHOICE | _router("expert_choice", sequences_per_group=8, mean_experts=1.0),
     ),
     "expert_choice_flat": (
         "expert choice over all tokens: reads the future",
-        _SPARSE
-        | {
-            "feed_forward.output_norm": True,
-            "feed_forward.router": {
-                "kind": "expert_choice",
-                "mean_experts": 1.0,
-                "scope": "flat",
-            },
-        }
-        | _READS_THE_FUTURE,
+        _EXPERT_CHOICE | _READS_THE_FUTURE | _router("expert_choice", mean_experts=1.0, scope="flat"),
     ),
     "mixture_of_tokens": (
         "Mixture of Tokens: groups of 8 sequences, 4 small experts for each full one",
-        _FINE | {"feed_forward.router": {"kind": "mixture_of_tokens", "sequences_per_group": 8}},
+        _FINE | _router("mixture_of_tokens", sequences_per_group=8),
     ),
     "soft_moe": (
         "Soft MoE: mixes all tokens of a sequence, reads the future",
-        _FINE
-        | {"feed_forward.router": {"kind": "soft_moe", "slots_per_expert": 16}}
-        | _READS_THE_FUTURE,
+        _FINE | _READS_THE_FUTURE | _router("soft_moe", slots_per_expert=16),
     ),
     "transition": (
         "Mixture of Tokens that becomes a Switch",
-        _SPARSE
-        | {
-            "feed_forward.router": {
-                "kind": "transition",
-                "sequences_per_group": 8,
-                "switch_step": 300,
-                "capacity_factor": 1.25,
-                "calibrate": True,
-            }
-        },
+        _SPARSE | _router(
+            "transition", sequences_per_group=8, switch_step=300, capacity_factor=1.25, calibrate=True
+        ),
     ),
     "mh_moe": (
         "Multi-Head MoE on X-MoE's router, parameters as the others: eight times their expert FLOPs",
-        _SPARSE
-        | {
-            "feed_forward.sub_tokens": 4,
-            "feed_forward.d_expert": 1984,
-            "feed_forward.router": {"kind": "cosine", "top_k": 2},
-        },
+        _SPARSE | {"feed_forward.sub_tokens": 4, "feed_forward.d_expert": 1984}
+        | _router("cosine", top_k=2),
     ),
     "mh_moe_parity": (
         "Multi-Head MoE at equal FLOPs and parameters",
-        _SPARSE
-        | {
-            "feed_forward.sub_tokens": 2,
-            "feed_forward.num_experts": 40,
+        _SPARSE | _router("token_choice", top_k=2, renormalise=True) | {
+            "feed_forward.sub_tokens": 2, "feed_forward.num_experts": 40,
             "feed_forward.d_expert": 192,
-            "feed_forward.router": {"kind": "token_choice", "top_k": 2, "renormalise": True},
         },
     ),
 }
+# fmt: on
 
 
 def _config(name: str, sizes: dict[str, Any]) -> Config:
