@@ -7,13 +7,13 @@
     5. follow     the run folder, until the job has ended
 
 From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
-run folder. The embedded corpus needs no cluster and is prepared while the cluster starts.
+run folder. The embedded corpus needs no cluster and is prepared before the first step.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -70,20 +70,19 @@ def submit(
     console = console or Console()
     run_dir = run_dir.absolute()
     open_folder(config, run_dir, console)
-    prepare_once = _preparation(config, console)
-
-    def meanwhile() -> None:
-        if needs_no_cluster(config.prepare):
-            prepare_once(None)
-
-    with _connected(config, address, console, meanwhile=meanwhile):
+    beside = prepares_beside(config)
+    here = address is None and needs_no_cluster(config.prepare)
+    if here and not beside:
+        _prepare(config, console)
+    with _connected(config, address, console):
         import ray
 
         from .supervise.actor import start_supervisor
 
         launch = make_launch(config, run_dir, address=address, command=command)
-        with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
-            prepare_once(pool)
+        if not (here or beside):
+            with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
+                _prepare(config, console, pool)
         begin_job(launch)
         with interrupts_stop_the_job(run_dir):
             start_supervisor(launch)
@@ -97,10 +96,8 @@ def submit(
 
 
 @contextlib.contextmanager
-def _connected(
-    config: Config, address: str | None, console: Console, *, meanwhile: Callable[[], None]
-) -> Iterator[None]:
-    """Connects to a cluster; calls `meanwhile` while a simulated one starts."""
+def _connected(config: Config, address: str | None, console: Console) -> Iterator[None]:
+    """Connects to a cluster, or simulates one."""
     if address is not None:
         with cluster_at(address):
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
@@ -113,8 +110,7 @@ def _connected(
     # data preparation needs CPUs beyond those that the ranks reserve
     for_data = max(1, (os.cpu_count() or 1) // num_nodes)
     cpus = config.job.ranks_per_node + for_data
-    place = simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus, meanwhile=meanwhile)
-    with place:
+    with simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus):
         seconds = time.monotonic() - started
         words = f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s"
         console.print(words, highlight=False)
@@ -126,21 +122,9 @@ def needs_no_cluster(config: PrepareConfig) -> bool:
     return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
-def _preparation(config: Config, console: Console) -> Callable[[TaskPool | None], None]:
-    """Returns a function that prepares a run's data once, and shows it.
-
-    It does nothing for data that a process beside the ranks prepares.
-    """
-    is_done = prepares_beside(config)
-
-    def prepare_once(pool: TaskPool | None) -> None:
-        nonlocal is_done
-        if not is_done:
-            with show_preparation(console) as on_progress:
-                prepare(config.prepare, config.data.directory, pool=pool, on_progress=on_progress)
-            is_done = True
-
-    return prepare_once
+def _prepare(config: Config, console: Console, pool: TaskPool | None = None) -> None:
+    with show_preparation(console) as on_progress:
+        prepare(config.prepare, config.data.directory, pool=pool, on_progress=on_progress)
 
 
 def _await_release(run_dir: Path) -> None:

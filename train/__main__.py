@@ -6,8 +6,6 @@ import sys
 import traceback
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from .config.errors import EXIT_MISTAKE, no_restart_mends
 from .config.resize import with_mesh_of
 from .config.run_config import Config
@@ -31,9 +29,7 @@ def main() -> None:
         sys.exit(EXIT_MISTAKE)
 
 
-@record
 def _train() -> None:
-    """Trains; torchrun's agent reads any exception from its error file."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -16,7 +16,6 @@ thread and cannot be stopped from another one. Cost per generation: 0.1 s with f
 one core per agent and 3-4 s per rank.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ...train.config.resize import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import LOG, LogLimits, keep_log
-from ...train.record.redaction import redact, redact_values
+from ...train.record.redaction import redact
 from ..job import write_atomically
 from ..report.tracebacks import last_traceback, read_tail, summarise
 from . import processes
@@ -154,7 +153,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _stable_logs(assignment: Assignment) -> Any:
-    """Returns torch's log specification: it opens no log files (ranks do), and names the error files."""
+    """Returns torch's log specification: it opens no files, because ranks have their own logs."""
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.api import LogsDest
 
@@ -164,46 +163,19 @@ def _stable_logs(assignment: Assignment) -> Any:
             return str(assignment.log_dir)
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            for environment in envs.values():
-                environment["TORCHELASTIC_ERROR_FILE"] = str(
-                    error_file(assignment, int(environment["RANK"]))
-                )
-            files = {
-                local_rank: environment["TORCHELASTIC_ERROR_FILE"]
-                for local_rank, environment in envs.items()
-            }
-            agents_own = dict.fromkeys(envs, "")
-            return LogsDest(stdouts=agents_own, stderrs=dict(agents_own), error_files=files)
+            none = dict.fromkeys(envs, "")
+            return LogsDest(stdouts=none, stderrs=dict(none), error_files=dict(none))
 
     return StableLogs(str(assignment.log_dir))
 
 
-def error_file(assignment: Assignment, rank: int) -> Path:
-    """Returns the file for the exception of a rank whose main function has torch's @record."""
-    return assignment.log_dir / f"rank{rank}.error.json"
-
-
 def _describe_failure(assignment: Assignment, rank: int, failure: Any) -> RankFailure:
-    _redact_file(error_file(assignment, rank))  # the file stays
-    message = failure.error_file_data.get("message")
-    if isinstance(message, dict):
-        traceback = message.get("extraInfo", {}).get("py_callstack", "")
-    else:
-        traceback = last_traceback(
-            read_tail(assignment.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES)
-        )
-    traceback = redact(traceback)  # the agent has the ranks' environment
+    tail = read_tail(assignment.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES)
+    traceback = redact(last_traceback(tail))  # the agent has the ranks' environment
     error, where = summarise(traceback)
     return RankFailure(
         rank, failure.exitcode, float(failure.timestamp), error, where, traceback or None
     )
-
-
-def _redact_file(path: Path) -> None:
-    """Redacts secrets in a JSON file, if it exists."""
-    with contextlib.suppress(OSError, ValueError):
-        plain = redact_values(json.loads(path.read_text(encoding="utf-8")))
-        write_atomically(path, json.dumps(plain))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,14 +53,12 @@ def simulated_cluster(
     *,
     cpus_per_node: int = 2,
     gpus: Sequence[Sequence[int]] | None = None,
-    meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[SimulatedCluster]:
     """Starts `num_nodes` simulated nodes and connects to them; ends them on exit.
 
     Args:
         cpus_per_node: offered by each node; nothing is pinned.
         gpus: numbers of this machine's GPUs that each node offers; None: none.
-        meanwhile: called while the nodes start; must not need the cluster.
 
     Raises:
         JobError: Ray is missing, or the cluster did not start; with Ray's last output.
@@ -72,8 +70,6 @@ def simulated_cluster(
     with ray_variables(directory, write_token(directory, _token())):
         host = start_host(plan)
         try:
-            if meanwhile is not None:
-                meanwhile()
             importlib.import_module("ray")  # half a second, while the nodes start
             address = await_address(host, directory)
             with connected(address):
