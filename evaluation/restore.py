@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
-from ..distributed.checkpoint.format import latest
+from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
@@ -45,7 +45,7 @@ def restore(
         loops: the same as a number of repeats; None: as trained.
 
     Raises:
-        ConfigError: the run or the checkpoint does not exist, or the model cannot have that many
+        ValueError: the run or the checkpoint does not exist, or the model cannot have that many
             depth steps.
     """
     config_file = run_dir / "config.json"
@@ -68,16 +68,7 @@ def restore(
         device=process.device,
         stored=stored_dtype(config.train.precision),
     )
-    path = (
-        latest(run_dir / "checkpoints")
-        if step is None
-        else run_dir / "checkpoints" / f"step_{step:08d}"
-    )
-    if path is None or not path.is_dir():
-        raise ConfigError(
-            f"{run_dir}: has no checkpoint{'' if step is None else f' at step {step}'}; `moebius "
-            "ckpt ls` lists them"
-        )
+    path = find_checkpoint(run_dir, step)
     meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
     model.before_step(meta["progress"]["step"])
     return Restored(model.eval(), config, meta["progress"]["step"])

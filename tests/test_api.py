@@ -137,7 +137,7 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
     ]:
         with pytest.raises(ConfigError, match=message):
             moebius.load(wrong)
-    with pytest.raises(ConfigError, match="no checkpoint at step 7"):
+    with pytest.raises(ValueError, match="no checkpoint of step 7"):
         moebius.load(run_dir, step=7)
 
 

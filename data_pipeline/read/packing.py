@@ -12,7 +12,8 @@ The plan lies beside the shards:
     pack-SOURCE-SEGMENT-sS.arrow   one record batch per chunk: for each row its pieces (start, length)
     pack-SOURCE-SEGMENT-sS.json    the segment, and per chunk its rows and its batch's place and CRC32
 
-A plan whose head is deleted or damaged is made again, in about the time of reading the shards once. Each S has its own plan.
+A plan whose head is deleted or damaged is made again, in about the time of reading the shards once.
+Each S has its own plan.
 
 Legend: S tokens predicted per row, C chunks of a segment. A chunk is a run of whole record batches.
 """
