@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..data_config import MAX_DOCUMENT_BYTES
@@ -165,44 +164,28 @@ _DOCUMENT_CHARS = 8000
 _DOCUMENT_MAX_CHARS = 4 * _DOCUMENT_CHARS
 
 
-@dataclass
-class _Growing:
-    """Collects the lines of one document."""
-
-    parts: list[str] = field(default_factory=list)
-    size: int = 0
-    fault: str = ""
-    faulty_line: str = ""
-
-    def add(self, text: str, fault: str) -> None:
-        self.parts.append(text)
-        self.size += len(text)
-        if fault and not self.fault:
-            self.fault, self.faulty_line = fault, text
-
-    def ends_with(self, line: str) -> bool:
-        is_pause = self.size >= _DOCUMENT_CHARS and not line.strip()
-        return is_pause or self.size >= _DOCUMENT_MAX_CHARS
-
-    def texts(self) -> Iterator[str]:
-        """Yields the document, in pieces if it is too long."""
-        text = self.faulty_line if self.fault else "".join(self.parts)
-        for start in range(0, len(text), _DOCUMENT_MAX_CHARS):
-            yield text[start : start + _DOCUMENT_MAX_CHARS]
-
-
 def read_text(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of a split of a text file."""
-    for row, (text, fault) in enumerate(_pieces(split, rules)):
-        yield Document(text, split.file_name, row, fault=fault)
+    """Reads the documents of a split of a text file; of one with a fault, the faulty line."""
+    row = 0
+    for found in _documents(split, rules):
+        whole = "".join(text for text, _ in found), ""
+        text, fault = next((line for line in found if line[1]), whole)
+        for start in range(0, len(text), _DOCUMENT_MAX_CHARS):
+            part = text[start : start + _DOCUMENT_MAX_CHARS]
+            yield Document(part, split.file_name, row, fault=fault)
+            row += 1
 
 
-def _pieces(split: InputSplit, rules: RecordRules) -> Iterator[tuple[str, str]]:
-    growing = _Growing()
+def _documents(split: InputSplit, rules: RecordRules) -> Iterator[list[tuple[str, str]]]:
+    """Yields the lines of each document, with their faults; the last one may have none."""
+    found: list[tuple[str, str]] = []
+    size = 0
     for line in split_lines(split):
         text, fault = decoded(split, line, drop_faults=rules.drop_faults)
-        growing.add(text, fault)
-        if growing.ends_with(text):
-            yield from ((piece, growing.fault) for piece in growing.texts())
-            growing = _Growing()
-    yield from ((piece, growing.fault) for piece in growing.texts())
+        found.append((text, fault))
+        size += len(text)
+        is_pause = size >= _DOCUMENT_CHARS and not text.strip()
+        if is_pause or size >= _DOCUMENT_MAX_CHARS:
+            yield found
+            found, size = [], 0
+    yield found
