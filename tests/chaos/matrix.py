@@ -84,7 +84,7 @@ MATRIX = (
         """
         tests/cluster/supervise/test_node_loss.py::test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others
         tests/cluster/supervise/test_node_loss.py::test_f7_the_samples_are_the_same_on_any_number_of_nodes
-        tests/cluster/supervise/test_placing.py::test_then_it_goes_on_with_fewer
+        tests/cluster/supervise/test_placing.py::test_with_a_number_that_fits_the_run
         """,
     ),
     Fault(

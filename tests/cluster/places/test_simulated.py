@@ -119,7 +119,10 @@ except JobError as error:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "credentials",
-    [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}],
+    [
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        pytest.param({"RAY_AUTH_MODE": "disabled"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stranger_is_refused_and_told_what_to_set(tmp_path, cluster, credentials):
     environment = {

@@ -1,9 +1,8 @@
 """Tests the curves that are read from metrics.jsonl."""
 
 import json
-import math
 
-from moebius.cluster.report.history import History, read_history
+from moebius.cluster.report.history import read_history
 
 
 def train(step: int, loss: float | str) -> dict:
@@ -35,10 +34,3 @@ def test_of_a_repeated_step_the_last_line_counts(tmp_path):
     assert read.step == 6
     [restart] = read.restarts
     assert (restart.generation, restart.resumed_from, restart.reached) == (2, 5, 7)
-
-
-def test_a_loss_that_is_not_finite_is_a_number_again():
-    read = History()
-    read.add([train(1, "nan"), train(2, "inf")])
-    assert math.isnan(read.loss[1])
-    assert math.isinf(read.loss[2])

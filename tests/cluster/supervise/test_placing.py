@@ -63,12 +63,6 @@ def test_a_replacement_is_waited_for_and_the_reason_told(tmp_path):
     assert "the cluster has 3; it continues with 3 after 60 s" in told[0]
 
 
-def test_then_it_goes_on_with_fewer(tmp_path):
-    cluster = Cluster(3)
-    policy, _ = placing_on(cluster, tmp_path, min_nodes=2)
-    assert len(policy.place()) == 3
-
-
 def test_with_a_number_that_fits_the_run(tmp_path):
     layouts = {4: {}, 2: {"ep": 2}, 1: {"ep": 1}}
     policy, _ = placing_on(Cluster(3), tmp_path, min_nodes=1, layouts=layouts)
