@@ -99,6 +99,16 @@ class MoebiusLM(TemplateLM):
         """Returns the longest input in tokens."""
         return self._encoder.context
 
+    def get_model_info(self) -> dict[str, object]:
+        """Returns what the harness records beside its results."""
+        parameters = sum(parameter.numel() for parameter in self._restored.model.parameters())
+        return {
+            "model_num_parameters": parameters,
+            "model_dtype": str(self._restored.model.embedding.dtype),
+            "model_step": self._restored.step,
+            "model_max_length": self.max_length,
+        }
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
