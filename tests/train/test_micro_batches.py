@@ -245,19 +245,20 @@ def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Pa
     assert found == [([1, 1, 2], [True] * 3, [warning]), ([1, 1, 2], [True] * 3, [])]
 
 
-def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
+def test_a_run_that_only_skips_ends_with_a_reason() -> None:
     judge = StepJudge(None)
     why, _ = judge.why_skipped(1.0, 0, [])
     assert judge.why_skipped(1.0, 3, []) == judge.why_skipped(1.0, None, []) == (None, None)
     not_finite = judge.why_skipped(float("nan"), 0, [])
     assert not_finite == judge.why_skipped(float("inf"), None, []) != (why, None)
-    for number in range(1, 100):
-        judge.count(number, why, is_rank_0=False)
-    with pytest.raises(
-        ValueError,
-        match=r"100 steps in a row up to step 100 were skipped.*check the data's loss mask",
-    ):
-        judge.count(100, why, is_rank_0=False)
+    advised = {why: "check the data's loss mask", not_finite[0]: "lower optim.learning_rate"}
+    for reason, advice in advised.items():
+        judge.count(0, None, is_rank_0=False)
+        for number in range(1, 100):
+            judge.count(number, reason, is_rank_0=False)
+        told = f"100 steps in a row up to step 100 were skipped, the last for {reason}: {advice}"
+        with pytest.raises(ValueError, match=told):
+            judge.count(100, reason, is_rank_0=False)
 
 
 def test_without_a_mask_no_rank_is_asked() -> None:

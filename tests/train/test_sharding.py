@@ -201,11 +201,6 @@ def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
     mesh = {"sharding": "fsdp", "ep": 2, "dp_shard": 4, "dispatcher": "alltoall"}
     config = config_of(data, mesh=mesh, train__precision="bfloat16")
     compare(config, 4, tmp_path, on_one_rank["repeated", "bfloat16"], 3e-2)
-    exact, rough = (
-        joined([on_one_rank["repeated", precision][2]]) for precision in ("float32", "bfloat16")
-    )
-    name = "group.0.feed_forward.sparse.experts.w_up"
-    assert not torch.equal(exact[name], rough[name])
 
 
 def compiled_steps(config: Config, run_dir: Path) -> tuple:
