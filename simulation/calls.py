@@ -181,6 +181,9 @@ def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
             f"--tokens-per-rank {tokens_per_rank}: the router needs groups of {group} sequences"
         )
     length = min(config.data.seq_len, tokens_per_rank // group)
+    experts = config.model.experts
+    if experts is not None:
+        experts.router.check_length(length * experts.sub_tokens)
     return group * (tokens_per_rank // (group * length)), length
 
 

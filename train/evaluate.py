@@ -76,7 +76,7 @@ def read_rows(
         ValueError: the data cannot be read, or the split is shorter than one row.
     """
     use = document_use(config)
-    group = config.model.group_sequences
+    group = config.model.evaluation_group_sequences
     wanted = config.train.eval_batch or config.train.micro_batch
     for batch in validation_batches(
         Path(config.data.directory),

@@ -270,6 +270,11 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return 1 if self.experts is None else self.experts.router.group_sequences
 
     @property
+    def evaluation_group_sequences(self) -> int:
+        """Returns how many consecutive samples route together in evaluation."""
+        return 1 if self.experts is None else self.experts.router.evaluation_group_sequences
+
+    @property
     def promises(self) -> Promises:
         """Returns what the whole model guarantees; attention's routers only lose the balance."""
         return self._kept(self.experts and self.experts.router.promises)

@@ -25,7 +25,7 @@ from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from ..execution.recompute import save_topk
@@ -52,6 +52,12 @@ class CosineConfig(CapacityConfig):
     behaviour: Literal["paper", "torchscale"] = "paper"
     """With "torchscale", follows the released code where it differs from the paper."""
 
+    initial_temperature: PositiveFloat | None = None
+    """Start of the learned temperature τ; none: 0.3 for softmax gates, 0.07 for sigmoid gates."""
+
+    balance_temperature: PositiveFloat | None = None
+    """Fixed temperature τ₀ of the balancing loss; none: τ."""
+
     @property
     def random_second(self) -> bool:
         """Returns whether training uses a row's second expert at random."""
@@ -73,10 +79,14 @@ class CosineConfig(CapacityConfig):
     def _check_behaviour(self) -> Self:
         if self.behaviour == "paper":
             return self
-        if self.d_routing is not None or self.gate != "softmax" or self.top_k > 2:
+        fixed = ("d_routing", "initial_temperature", "balance_temperature")
+        given = ", ".join(
+            f"{name}={getattr(self, name)}" for name in fixed if getattr(self, name) is not None
+        )
+        if given or self.gate != "softmax" or self.top_k > 2:
             raise ValueError(
-                f'behaviour="torchscale" with gate={self.gate!r}, top_k={self.top_k}, '
-                f"d_routing={self.d_routing or 'none'}: "
+                f'behaviour="torchscale" with gate={self.gate!r}, '
+                f"top_k={self.top_k}{', ' + given if given else ''}: "
                 f"the released code has softmax gates, one or two experts, width {_RELEASED_WIDTH} "
                 'and no temperature; leave these out or set behaviour="paper"'
             )
@@ -101,9 +111,10 @@ class CosineRouter(CapacityRouter):
             width,
             init=orthogonal(_RELEASED_GAIN) if released else normal(width**-0.5),
         )
-        self.balance_temperature = _PAPER_TEMPERATURE[config.gate]
-        log_temperature = math.log(self.balance_temperature)
+        usual = _PAPER_TEMPERATURE[config.gate]
+        log_temperature = math.log(config.initial_temperature or usual)
         self.log_temperature = None if released else parameter(1, init=constant(log_temperature))
+        self.balance_temperature = config.balance_temperature or usual
 
     def choose(self, x_TD: Tensor) -> Choice:
         """Chooses the K nearest experts on the sphere."""

@@ -63,9 +63,17 @@ class RouterConfig(BaseModel):
         return 1
 
     @property
+    def evaluation_group_sequences(self) -> int:
+        """Returns how many sequences are routed together in evaluation."""
+        return self.group_sequences
+
+    @property
     def reads_whole_sequences(self) -> bool:
         """Returns whether the router needs whole sequences and so cannot decode."""
         return False
+
+    def check_length(self, sequence_rows: int) -> None:
+        """Checks the router against the length of a sequence; raises ValueError."""
 
     @property
     def experts_per_row(self) -> float:
@@ -122,7 +130,7 @@ class Router(nn.Module):
     @property
     def group_context_size(self) -> int:
         """Returns how many sequences must accompany one in evaluation, at this step."""
-        return self.config.group_sequences - 1
+        return self.config.evaluation_group_sequences - 1
 
     def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Plans where T rows of `batch_size` sequences go.

@@ -21,10 +21,10 @@ Legend: B sequences, T rows, D their width, G groups of M members, E experts.
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
 from ..balance import RunningSum, rows_per_sequence, sum_per_sequence
@@ -33,7 +33,7 @@ from ..initialise import Initializer, parameter
 from ..layers import router_logits
 from ..routing import Mixture, Routing
 from .capacity import CapacityConfig, CapacityRouter
-from .mixture import MixedSequences, rows_by_position
+from .mixture import group_of_one, rows_by_position
 from .router import Choice, Loss, Promises
 from .token_choice import softmax_gates
 
@@ -42,7 +42,7 @@ class TransitionConfig(CapacityConfig):
     """Describes Mixture of Tokens followed by Switch with losses, capacity and `top_k`."""
 
     kind: Literal["transition"] = "transition"
-    sequences_per_group: MixedSequences = 32
+    sequences_per_group: PositiveInt = 32
     """Sequences M of a group, while mixing."""
 
     switch_step: PositiveInt = 150_000
@@ -84,6 +84,12 @@ class TransitionConfig(CapacityConfig):
                 f"= {self.sequences_per_group * self.top_k}, so that a token costs the same before "
                 "and after the transition"
             )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        if self.sequences_per_group == 1:
+            raise ValueError(group_of_one("sequences_per_group"))
+        return self
 
 
 class TransitionRouter(CapacityRouter):

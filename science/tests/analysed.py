@@ -49,7 +49,7 @@ def traces_of(
     """Returns passes with few token ids, so that each occurs often; the last positions may not
     count.
     """
-    rows = max(rows, loaded.config.model.group_sequences)
+    rows = max(rows, loaded.config.model.evaluation_group_sequences)
     found = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)

@@ -383,7 +383,7 @@ def _batch(config: Config, num_ranks: int) -> Batch:
 def _trace_evaluation(run: Run, parts: int) -> Watch:
     config = run.config
     rows = np.ones((config.train.micro_batch, config.data.seq_len + 1), dtype=np.int64)
-    group = config.model.group_sequences
+    group = config.model.evaluation_group_sequences
     rows = rows.repeat(-(-len(rows) // group) * group // len(rows) or 1, axis=0)
     batch = ValidationBatch(rows, np.ones(len(rows), dtype=bool))
     with (

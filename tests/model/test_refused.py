@@ -34,12 +34,14 @@ ROUTERS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "deepseek", "top_k": 17}, "top_k=17 is more than the 16 experts"),
     ({"kind": "deepseek", "top_k": 2, "num_groups": 16, "kept_groups": 4}, "at least two experts"),
     ({"kind": "deepseek", "capacity_factor": 1.0}, "no key 'capacity_factor'"),
-    (
-        {"kind": "cosine", "behaviour": "torchscale", "gate": "sigmoid"},
-        "gate='sigmoid', top_k=1, d_routing=none",
-    ),
+    ({"kind": "cosine", "behaviour": "torchscale", "gate": "sigmoid"}, "gate='sigmoid', top_k=1:"),
     ({"kind": "cosine", "behaviour": "torchscale", "top_k": 3}, "one or two experts"),
     ({"kind": "cosine", "behaviour": "torchscale", "d_routing": 8}, "d_routing=8"),
+    (
+        {"kind": "cosine", "behaviour": "torchscale", "balance_temperature": 0.3},
+        "no temperature",
+    ),
+    ({"kind": "cosine", "initial_temperature": 0.0}, "initial_temperature"),
     ({"kind": "cosine", "top_k": 17}, "top_k=17 is more than num_experts=16"),
     (
         {"kind": "expert_choice", "sequences_per_group": 4},
@@ -60,9 +62,16 @@ ROUTERS: list[tuple[dict[str, Any], str]] = [
         {"kind": "transition", "sequences_per_group": 4},
         "num_experts=16 must be router.sequences_per_group=4 × router.top_k=1 = 4, so that",
     ),
+    *(
+        (
+            {"kind": "mixture_of_tokens", name: 1},
+            r"=1: a softmax over a group of one token is 1 for every expert.*use 2 or more",
+        )
+        for name in ("sequences_per_group", "evaluation_sequences_per_group")
+    ),
     (
-        {"kind": "mixture_of_tokens", "sequences_per_group": 1},
-        r"=1: a softmax over a group of one token is 1 for every expert.*use 2 or more",
+        {"kind": "mixture_of_tokens", "separate_emit_temperature": True},
+        "no temperature is learned",
     ),
 ]
 

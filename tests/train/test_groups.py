@@ -89,15 +89,27 @@ def test_no_layout_changes_loss_gradients_or_validation(
     assert abs(other[1] - expected[1]) > 1e-5 * expected[1]
 
 
-def test_evaluation_may_have_larger_batches(data: Path, tmp_path: Path) -> None:
+def test_evaluation_may_have_other_groups_and_larger_batches(data: Path, tmp_path: Path) -> None:
     """A batch that is not a multiple of the group grows to whole groups."""
+    eights = {"evaluation_sequences_per_group": 8}
     found = []
-    for world, eval_batch in ((1, None), (1, 16), (2, 6)):
-        config = config_of(data, ROUTERS["mixture"], 4, train__eval_batch=eval_batch)
+    for world, options, eval_batch in (
+        (1, {}, None),
+        (1, {}, 16),
+        (2, {}, 6),
+        (1, eights, None),
+        (2, eights, None),
+    ):
+        router = ROUTERS["mixture"] | options
+        config = config_of(data, router, 4, train__eval_batch=eval_batch)
         folder = tmp_path / f"{len(found)}"
         found.append(run_ranks(step_and_evaluation, world, config, folder)[0][:2])
-    first, *others = found
-    assert all(other == pytest.approx(first, rel=1e-6) for other in others)
+    first, large, uneven, of_eights, on_two_ranks = found
+    assert large == pytest.approx(first, rel=1e-6)
+    assert uneven == pytest.approx(first, rel=1e-6)
+    assert of_eights == pytest.approx(on_two_ranks, rel=1e-6)
+    assert of_eights[0] == pytest.approx(first[0], rel=1e-6)
+    assert abs(of_eights[1] - first[1]) > 1e-5
 
 
 def test_a_micro_batch_that_would_cut_a_group_is_refused(data: Path) -> None:

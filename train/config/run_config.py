@@ -87,6 +87,13 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        experts = self.model.experts
+        if experts is not None:
+            experts.router.check_length(self.data.seq_len * experts.sub_tokens)
+        return self
+
+    @model_validator(mode="after")
     def _check_groups(self) -> Self:
         """Checks that a micro-batch holds whole groups of consecutive samples."""
         group = self.model.group_sequences

@@ -54,7 +54,7 @@ def slow_gates(layer: Any, x_BSD: Tensor) -> list[Gates]:
     [
         {},
         {"gate": "sigmoid"},
-        {"top_k": 2, "d_routing": 6},
+        {"top_k": 2, "d_routing": 6, "initial_temperature": 0.5},
         {"behaviour": "torchscale"},
         {"behaviour": "torchscale", "top_k": 2},
     ],
@@ -73,12 +73,18 @@ def test_the_temperature_starts_where_the_paper_fixes_the_loss_and_learns() -> N
         choice = router.choose(rows(2, 3).flatten(0, 1))
         (gradient,) = torch.autograd.grad(choice.weights_TK.sum(), router.log_temperature)
         assert gradient.abs() > 1e-3
+    assert make_router(initial_temperature=2.0).log_temperature.item() == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize(("gate", "temperature"), [("softmax", 0.3), ("sigmoid", 0.07)])
-def test_the_balancing_loss_has_a_fixed_temperature(gate: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [({}, 0.3), ({"gate": "sigmoid"}, 0.07), ({"balance_temperature": 1.5}, 1.5)],
+)
+def test_the_balancing_loss_has_a_fixed_temperature(
+    fields: dict[str, Any], temperature: float
+) -> None:
     """E/T·Σ_e n_e·Σ_t softmax(s_t/τ₀)_e, which the learned temperature does not enter."""
-    router, x_TD = make_router(gate=gate), rows(4, 5).flatten(0, 1)
+    router, x_TD = make_router(**fields), rows(4, 5).flatten(0, 1)
     with torch.no_grad():
         router.log_temperature += 1.0
     routing = router(x_TD, batch_size=4)

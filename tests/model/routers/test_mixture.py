@@ -1,17 +1,19 @@
-"""Mixture of Tokens: values and gradients against a loop, and the published sizes."""
+"""Mixture of Tokens: values and gradients against a loop, no look into the future, and the published sizes."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+from family import some_tokens
 from parts import layers
 from routing_oracle import assert_same
-from sparse_layer import expert, make_layer, make_model, rows
+from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig, ScaledInitialisationConfig
 from moebius.model.initialise import draw, initialise
+from moebius.model.routers.mixture import TokenMixingConfig
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.published import PUBLISHED
@@ -25,37 +27,178 @@ def mixture_of(layer: Any, x_BSD: Tensor) -> Mixture:
     return plan
 
 
-def loop(layer: Any, x_BSD: Tensor) -> Tensor:
-    """The layer one group, one expert and one token at a time."""
+def loop(
+    layer: Any,
+    x_BSD: Tensor,
+    members: list[list[tuple[int, int]]],
+    config: TokenMixingConfig,
+) -> Tensor:
+    """The layer one group, one expert and one token at a time; `members` lists every group's
+    (sequence, position).
+    """
     out = torch.zeros_like(x_BSD)
-    for group in BY_POSITION:
+    for group in members:
         logits = torch.stack([layer.router.weight @ x_BSD[place] for place in group])  # (M, E)
-        weights = (logits / layer.router.config.temperature).exp()
-        for e, w in enumerate((weights / weights.sum(0)).T):
-            mixed: Any = sum(w[m] * x_BSD[place] for m, place in enumerate(group))
+        merge = temperature(layer, config, "merge_temperature")
+        emit = (
+            temperature(layer, config, "emit_temperature")
+            if config.separate_emit_temperature
+            else merge
+        )
+        for e in range(logits.shape[1]):
+            w_merge = (logits[:, e] / merge[e]).exp() / (logits[:, e] / merge[e]).exp().sum()
+            mixed: Any = sum(w * x_BSD[place] for w, place in zip(w_merge, group, strict=True))
             answer = expert(layer, e, mixed)
             for m, place in enumerate(group):
-                out[place] = out[place] + w[m] * answer
+                if config.emit == "softmax_over_experts":
+                    weight = (logits[m] / emit).softmax(0)[e]
+                else:
+                    weight = (logits[:, e] / emit[e]).softmax(0)[m]
+                out[place] = out[place] + weight * answer
     return out
 
 
-# every group's (sequence, position)
+def temperature(layer: Any, config: TokenMixingConfig, name: str) -> Tensor:
+    learned = getattr(layer.router, name)
+    value = torch.ones(6, dtype=torch.float64) if learned is None else learned.expand(6)
+    return config.temperature * (
+        value if config.temperature_form == "direct" or learned is None else (value - 1).exp()
+    )
+
+
 BY_POSITION = [[(4 * j + m, s) for m in range(4)] for s in range(3) for j in range(2)]
+BY_NEIGHBOURHOOD = [[(b, 3 * j + m) for m in range(3)] for b in range(4) for j in range(2)]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_values_and_gradients_are_those_of_a_loop(temperature: float) -> None:
-    layer, x_BSD = make_layer(MOT | {"temperature": temperature}), rows(8, 3)
-    assert_same(layer, x_BSD, lambda x_BSD: loop(layer, x_BSD))
+@pytest.mark.parametrize(
+    ("options", "shape", "members"),
+    [
+        ({}, (8, 3), BY_POSITION),
+        ({"temperature": 0.3}, (8, 3), BY_POSITION),
+        ({"learnable_temperature": "scalar"}, (8, 3), BY_POSITION),
+        (
+            {
+                "learnable_temperature": "per_expert",
+                "temperature_form": "positive",
+                "temperature": 2.0,
+            },
+            (8, 3),
+            BY_POSITION,
+        ),
+        (
+            {"learnable_temperature": "per_expert", "separate_emit_temperature": True},
+            (8, 3),
+            BY_POSITION,
+        ),
+        ({"emit": "softmax_over_experts"}, (8, 3), BY_POSITION),
+        ({"axis": "sequence", "sequences_per_group": 3}, (4, 6), BY_NEIGHBOURHOOD),
+    ],
+    ids=[
+        "published",
+        "cold",
+        "learned",
+        "positive",
+        "separate",
+        "over experts",
+        "along the sequence",
+    ],
+)
+def test_values_and_gradients_are_those_of_a_loop(
+    options: dict[str, Any], shape: tuple[int, int], members: list
+) -> None:
+    layer = make_layer(MOT | options)
+    config = layer.router.config
+    with torch.no_grad():
+        for name, value in layer.router.named_parameters():
+            if "temperature" in name:
+                value.add_(torch.linspace(-0.4, 0.7, value.numel(), dtype=value.dtype))
+    x_BSD = rows(*shape)
+    assert_same(layer, x_BSD, lambda x_BSD: loop(layer, x_BSD, members, config))
     plan = mixture_of(layer, x_BSD)
-    assert plan.emit_GMP is plan.merge_GMP
+    same_weights = config.emit == "merge" and not config.separate_emit_temperature
+    assert (plan.emit_GMP is plan.merge_GMP) == same_weights
 
 
-def test_rows_that_are_no_whole_groups_are_refused() -> None:
-    layer, x_BSD = make_layer(MOT), rows(6, 3)
-    with pytest.raises(
-        ValueError, match=r"6 sequences are not whole groups of 4: .*with a group context of 3"
+def test_a_learned_temperature_starts_as_the_fixed_one() -> None:
+    x_BSD = rows(8, 3)
+    fixed = mixture_of(make_layer(MOT | {"temperature": 0.5}), x_BSD)
+    for form in ("direct", "positive"):
+        learned = {
+            "temperature": 0.5,
+            "learnable_temperature": "per_expert",
+            "temperature_form": form,
+        }
+        torch.testing.assert_close(
+            mixture_of(make_layer(MOT | learned), x_BSD).merge_GMP, fixed.merge_GMP
+        )
+
+
+def test_the_discrete_form_takes_one_row_per_expert_even_in_a_tie() -> None:
+    layer = make_layer(MOT | {"discrete_evaluation": True})
+    x_BSD = rows(8, 3)
+    x_BSD[1] = x_BSD[0]  # equal tokens: the largest weight occurs twice
+    soft = mixture_of(layer.train(), x_BSD).merge_GMP
+    mixture = mixture_of(layer.eval(), x_BSD)
+    assert (soft < 1).all()
+    assert mixture.emit_GMP is mixture.merge_GMP
+    assert set(mixture.merge_GMP.unique().tolist()) == {0.0, 1.0}
+    assert (mixture.merge_GMP.sum(1) == 1).all()
+    assert (mixture.merge_GMP * soft).sum(1).equal(soft.amax(1))
+
+
+def test_groups_of_another_size_in_evaluation_only() -> None:
+    layer = make_layer(MOT | {"evaluation_sequences_per_group": 8})
+    x_BSD = rows(8, 3)
+    assert mixture_of(layer.train(), x_BSD).rows_GM.shape == (6, 4)
+    assert mixture_of(layer.eval(), x_BSD).rows_GM.tolist() == [
+        [3 * b + s for b in range(8)] for s in range(3)
+    ]
+    assert layer.router.group_context_size == 7
+    assert (
+        layer.router.config.group_sequences,
+        layer.router.config.evaluation_group_sequences,
+    ) == (4, 8)
+
+
+# ---- what it promises
+
+
+def test_no_position_reads_a_later_one() -> None:
+    """Layer and model of two layers; the control groups neighbours, and a single cut on a border of
+    its groups sees nothing.
+    """
+    x_BSD, other_BSD = rows(8, 12), rows(8, 12, seed=1)
+    tokens_BS, other_BS = (some_tokens(8, 12, seed=n, vocabulary=31) for n in (1, 2))
+    for options, causal in (
+        ({}, True),
+        ({"sequences_per_group": 8}, True),
+        ({"axis": "sequence", "sequences_per_group": 3}, False),
     ):
+        layer, model = make_layer(MOT | options), make_model(MOT | options)
+        with torch.no_grad():
+            in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 12))
+            in_model = temporal_leak(
+                lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 12)
+            )
+            aligned = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(6, 7))
+        assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
+        assert aligned == 0.0  # so a test with this one cut would pass the control
+        assert layer.router.config.promises.causal == causal
+    assert in_layer > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "message"),
+    [
+        ({}, 6, r"6 sequences are not whole groups of 4: .*with a group context of 3"),
+        ({"axis": "sequence"}, 6, r"groups of 4: 3 positions of a sequence are not whole"),
+    ],
+)
+def test_rows_that_are_no_whole_groups_are_refused(
+    options: dict[str, Any], batch: int, message: str
+) -> None:
+    layer, x_BSD = make_layer(MOT | options), rows(batch, 3)
+    with pytest.raises(ValueError, match=message):
         layer(x_BSD, x_BSD)
 
 
@@ -142,6 +285,16 @@ def test_starting_values_are_the_papers() -> None:
         (layer.sparse.experts.w_down, 16),
     ):
         assert value.std().item() == pytest.approx(math.sqrt(0.1 / fan_in), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["sequences_per_group", "evaluation_sequences_per_group"])
+def test_stretches_must_divide_the_sequence(name: str) -> None:
+    options = {"sequences_per_group": 4, name: 8}
+    config = TokenMixingConfig.model_validate(options | {"axis": "sequence"})
+    config.check_length(16)
+    with pytest.raises(ValueError, match=rf"{name}=8 .* does not divide the 12 rows.*a divisor"):
+        config.check_length(12)
+    TokenMixingConfig.model_validate(options).check_length(12)
 
 
 def test_a_mixture_has_no_routes_of_rows() -> None:
