@@ -32,7 +32,7 @@ class MoebiusConfig(PreTrainedConfig):
         # transformers builds every configuration without arguments too, to save only the differences
         self.model = model or {}
         attention = self.model.get("attention", {})
-        self.vocab_size = self.model.get("vocab_size") if vocab_size is None else vocab_size
+        self.vocab_size: Any = vocab_size or self.model.get("vocab_size")
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         self.sparse_members = sparse_members or []

@@ -78,7 +78,7 @@ class TensorBoard:
             for curve, value in self._facts.points(record):
                 self._writer.add_scalar(curve, value, record.step, record.time_s)
 
-    def close(self, _state: str) -> None:
+    def close(self, state: str) -> None:
         """Closes the event file."""
         self._writer.close()
 
