@@ -308,9 +308,9 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 # Sizes. Each is a ratchet: it may be lowered, and is raised only with a reason that a reader accepts.
 
 FOLDER_MODULES = 12  # __init__.py not counted
-FILE_LINES = {"train/loop.py": 200, "train/run.py": 310}
-PULLED_IN = {"train/loop.py": 150}  # files
-CORE_LINES = 62_700
+FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
+PULLED_IN = {"train/loop.py": 130}  # files
+CORE_LINES = 61_500
 
 
 def folders_are_small(sources: Sources) -> list[str]:
@@ -438,11 +438,11 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (dependencies_are_pinned, {"science/pyproject.toml": PYPROJECT.replace("ray>", "six>")}, r"science/.*: six>.* not pinned"),
     (folders_are_small, {f"model/f{n}.py": "" for n in range(FOLDER_MODULES)}, r"model: 14 modules"),
     (the_loop_is_short_and_imports_little, {"train/loop.py": "\n" * 201}, r"train/loop.py: 201 lines"),
-    (the_loop_is_short_and_imports_little, {"train/run.py": "\n" * 311}, r"train/run.py: 311 lines"),
+    (the_loop_is_short_and_imports_little, {"train/run.py": "\n" * 301}, r"train/run.py: 301 lines"),
     (the_loop_is_short_and_imports_little, {
-        "train/loop.py": "from ..model import f0", **{f"model/f{n}.py": f"from . import f{n + 1}" for n in range(150)},
-    }, r"pulls in 15\d files"),
-    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 62\d+ lines"),
+        "train/loop.py": "from ..model import f0", **{f"model/f{n}.py": f"from . import f{n + 1}" for n in range(130)},
+    }, r"pulls in 13\d files"),
+    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 61\d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
 ]
@@ -556,4 +556,4 @@ def test_the_configuration_has_few_keys() -> None:
     """Keys of routers aside, which each router adds for itself."""
     keys = keys_of(Config)
     assert {"model.attention.positions.kind", "train.steps", "prepare.tokenizer"} <= keys
-    assert len(keys) <= 163
+    assert len(keys) <= 159

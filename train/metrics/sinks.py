@@ -73,13 +73,13 @@ class TensorBoard:
         self._writer.add_text("configuration", f"    {configuration}", 0)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes numbers as curves."""
+        """Writes the numbers of some records as curves."""
         for record in records:
             for curve, value in self._facts.points(record):
                 self._writer.add_scalar(curve, value, record.step, record.time_s)
 
     def close(self, state: str) -> None:
-        """Closes the event file."""
+        """Writes what is left, and closes the event file."""
         self._writer.close()
 
 
