@@ -67,7 +67,7 @@ def test_items_that_are_named(trained: Path) -> None:
     ("words", "message"),
     [
         (["nowhere"], "is not a run folder"),
-        (["run", "--step", "77"], "no checkpoint at step 77"),
+        (["run", "--step", "77"], "no checkpoint of step 77"),
         (["run", "--tokens", "0"], "--tokens 0"),
         (["run", "--item", "e", "--item", "the"], "--item 'the' is 3 tokens"),
         (["run", "--out", "file/below"], "is a file"),
