@@ -24,7 +24,7 @@ from ..job import JobError
 LEAST_RAY = (2, 52)  # the first version with tokens; the operator refuses older or missing versions
 MAX_LABEL = 40  # KubeRay appends to a job's name, and Kubernetes allows 63
 
-# Every value is of signs that need no quoting; the quotes keep YAML from reading numbers and truth values.
+# No value has characters that YAML would need to escape; quotes keep it from reading numbers or booleans.
 _MANIFEST = Template("""\
 apiVersion: v1
 kind: ConfigMap

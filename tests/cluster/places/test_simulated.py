@@ -121,7 +121,7 @@ except JobError as error:
     "credentials",
     [
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
-        pytest.param({"RAY_AUTH_MODE": "disabled"}, marks=pytest.mark.slow),
+        {"RAY_AUTH_MODE": "disabled"},
     ],
 )
 def test_a_stranger_is_refused_and_told_what_to_set(tmp_path, cluster, credentials):
