@@ -1,6 +1,6 @@
 """Draws both studies: loss over effective parameters, and steps to a threshold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 
 import numpy as np
@@ -48,30 +48,24 @@ def draw_text(points: list[Point], fits: Mapping[str, LoopFit]) -> bytes:
     )
 
 
-def draw_steps(title: str, found: Mapping[str, Sequence[Steps]]) -> bytes:
-    """Returns every seed's steps to the threshold, by arm and learning rate, as a PNG."""
-    figure = new_figure(1.4 + 0.45 * len(found))
+def draw_steps(title: str, found: Mapping[str, Steps]) -> bytes:
+    """Returns every seed's steps to the threshold, by arm, as a PNG."""
+    figure = new_figure(1.2 + 0.4 * len(found))
     panel = figure.subplots()
-    for row, rates in enumerate(found.values()):
-        for place, steps in enumerate(rates):
-            for number in steps.by_seed.values():
-                panel.plot(
-                    *(number or steps.most, row + 0.22 * (place - 1)),
-                    marker=MARKERS[place],
-                    color=PALETTE[place],
-                    linestyle="",
-                    fillstyle="full" if number else "none",
-                    markersize=4,
-                    clip_on=False,
-                    label=f"learning rate {steps.rate:g}" if row == 0 else None,
-                )
+    for row, steps in enumerate(found.values()):
+        for number in steps.by_seed.values():
+            panel.plot(
+                *(number or steps.most, row),
+                marker=MARKERS[0],
+                color=PALETTE[0],
+                linestyle="",
+                fillstyle="full" if number else "none",
+                markersize=5,
+                clip_on=False,
+            )
     panel.set_yticks(range(len(found)), list(found))
     panel.set_ylim(len(found) - 0.5, -0.5)
     finish_lines(panel)
     label(panel, x=f"steps until the validation loss is {THRESHOLD} nats per label")
     head(panel, title)
-    handles, names = panel.get_legend_handles_labels()
-    unique = dict(zip(names, handles, strict=True))
-    place = {"loc": "outside upper center", "ncols": len(unique)}
-    figure.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, **place)
     return png(figure, "a mark is a seed; hollow: not reached by the last step")

@@ -13,19 +13,39 @@ from ..compare.results import RunResult
 from ..compare.statistics import interval, paired_differences
 from ..compare.tables import Table, short
 from ..compare_command import Request, plan
-from .study import COMPARISONS, Report, ends, finished, train_all
+from ..tasks.recipes import input_of
+from .study import (
+    COMPARISONS,
+    SWEEP_SEED,
+    Report,
+    best_rates,
+    ends,
+    finished,
+    train_all,
+    with_rates,
+)
 
-TASKS = ("p_hop", "permutation_words")
 FILE = COMPARISONS / "loops_p_hop.toml"
 RATES = (0.0015, 0.003, 0.006)
 THRESHOLD = 0.2  # validation loss, nats per label
+_S3 = {"length": 8, "group": "s3"}
+TASKS = {
+    "p_hop": (),
+    "permutation_words": (
+        "data.seq_len=20",  # of 8 elements, the start and the end, each with its label
+        f"prepare.input=['{input_of('permutation_words', 'train', sequences=200_000, **_S3)}']",
+        "prepare.validation_input="
+        f"['{input_of('permutation_words', 'held_out', sequences=512, **_S3)}']",
+        f"prepare.tokenizer={input_of('permutation_words', 'words', group='s3')}",
+    ),
+}
+"""The tasks, and what their runs change of the task's recipes."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Holds an arm's steps to the threshold by seed, with one rate."""
+    """Holds an arm's steps to the threshold by seed."""
 
-    rate: float
     by_seed: dict[int, int | None]  # None: not reached
     most: int  # steps of a run, which count for one that does not get there
 
@@ -45,8 +65,8 @@ class TaskStudy:
     jobs: int
 
     def train(self, console: Console) -> int:
-        """Trains every arm with every rate, seed by seed; returns the exit code."""
-        return train_all(self._requests(), console)
+        """Sweeps the rates, then trains every seed with the best of each arm; the exit code."""
+        return train_all(self.sweep().values(), console) or train_all(self._measured(), console)
 
     def _file(self) -> ComparisonFile:
         file = read_file(FILE)
@@ -57,47 +77,52 @@ class TaskStudy:
         values = {"arms": arms, "jobs": self.jobs, "name": f"loops_{self.task}"}
         return file.model_copy(update=values)
 
-    def _plan(self, rate: float, seeds: tuple[int, ...]) -> Request:
-        file = self._file().model_copy(update={"seeds": seeds})
-        texts = [*self.overrides, f"optim.learning_rate={rate}"]
-        return plan(file, texts, self.folder / f"rate-{rate:g}", origin=FILE.name)
+    def _plan(self, file: ComparisonFile, name: str, *more: str) -> Request:
+        texts = [*TASKS[self.task], *self.overrides, *more]
+        return plan(file, texts, self.folder / name, origin=FILE.name)
 
-    def _requests(self) -> Iterator[Request]:
-        seeds = self._file().seeds
-        for count in range(1, len(seeds) + 1):
-            for rate in RATES:
-                yield self._plan(rate, seeds[:count])
+    def sweep(self) -> dict[float, Request]:
+        """Returns the runs that choose the arms' rates, by rate."""
+        file = self._file().model_copy(update={"seeds": (SWEEP_SEED,)})
+        return {
+            rate: self._plan(file, f"rate-{rate:g}", f"optim.learning_rate={rate}")
+            for rate in RATES
+        }
+
+    def _measured(self) -> Iterator[Request]:
+        """Returns the runs with every arm's own rate, all arms of a seed before the next seed."""
+        rates = best_rates(self.sweep(), lambda run: (_reached(run) or math.inf, run.loss))
+        file = self._file()
+        for count in range(1, len(file.seeds) + 1 if rates else 0):
+            few = file.model_copy(update={"seeds": file.seeds[:count]})
+            yield self._plan(with_rates(few, rates), "seeds")
 
     def report(self) -> Report:
         """Returns the table and picture of what has finished."""
         from .picture import draw_steps
 
-        requests = {rate: self._plan(rate, self._file().seeds) for rate in RATES}
-        runs = {rate: finished(request) for rate, request in requests.items()}
-        arms = requests[RATES[0]].arms
-        found = {arm.label: steps_by_rate(arm.name, runs) for arm in arms}
-        best = {label: min(each, key=_mean) for label, each in found.items() if each}
-        fixed, rows = best.get(arms[0].label), []
-        for arm in arms:
-            if chosen := best.get(arm.label):
+        *_, request = (None, *self._measured())
+        if request is None:
+            return Report((), "No result yet: the sweep of learning rates has not finished.", None)
+        runs, rows = finished(request), []
+        found = {arm.label: steps_of(arm.name, runs) for arm in request.arms}
+        fixed = found[request.arms[0].label]
+        for arm in request.arms:
+            if (steps := found[arm.label]).by_seed:
                 row = (arm.label, f"{arm.size.parameters.total:,}", short(arm.size.flops.forward))
-                rows.append((*row, *_row(chosen, fixed if arm is not arms[0] else None)))
-        head = ("arm", "parameters", "FLOPs/token", "learning rate", "reached", "median steps")
-        head = (*head, "by seed", "log2 ÷ fixed R", "95 %")
+                rows.append((*row, *_row(steps, None if steps is fixed else fixed)))
+        head = ("arm", "parameters", "FLOPs/token", "reached", "median steps", "by seed")
         title = f"{self.task}: steps to {THRESHOLD} nats per label"
-        picture = draw_steps(title, found) if best else None
-        return Report((Table(title, head, tuple(rows), (0, 6)),), "", picture)
+        table = Table(title, (*head, "log2 ÷ fixed R", "95 %"), tuple(rows), (0, 5))
+        return Report((table,), "", draw_steps(title, found) if rows else None)
 
 
-def steps_by_rate(arm: str, runs: dict[float, list[RunResult]]) -> list[Steps]:
-    """Returns an arm's steps at every rate, for the seeds that have finished at all of them."""
-    by_rate = {rate: {r.seed: r for r in each if r.arm == arm} for rate, each in runs.items()}
-    seeds = sorted(set.intersection(*(set(each) for each in by_rate.values())))
-    return [
-        Steps(rate, {seed: _reached(each[seed]) for seed in seeds}, each[seeds[0]].steps)
-        for rate, each in by_rate.items()
-        if seeds
-    ]
+def steps_of(arm: str, runs: list[RunResult]) -> Steps:
+    """Returns an arm's steps to the threshold, of the seeds that have finished."""
+    own = [run for run in runs if run.arm == arm]
+    return Steps(
+        {run.seed: _reached(run) for run in own}, max((run.steps for run in own), default=0)
+    )
 
 
 def _reached(run: RunResult) -> int | None:
@@ -105,17 +130,13 @@ def _reached(run: RunResult) -> int | None:
     return next((step for step, loss in run.curve if loss <= THRESHOLD), None)
 
 
-def _mean(steps: Steps) -> float:
-    return fmean(steps.doublings.values())
-
-
-def _row(chosen: Steps, fixed: Steps | None) -> tuple[str, ...]:
-    paired = paired_differences(chosen.doublings, fixed.doublings) if fixed else {}
-    by_seed = [f"{steps or f'>{chosen.most}'}" for steps in chosen.by_seed.values()]
-    middle = median(steps or math.inf for steps in chosen.by_seed.values())
+def _row(steps: Steps, fixed: Steps | None) -> tuple[str, ...]:
+    paired = paired_differences(steps.doublings, fixed.doublings) if fixed else {}
+    by_seed = [f"{each or f'>{steps.most}'}" for each in steps.by_seed.values()]
+    middle = median(each or math.inf for each in steps.by_seed.values())
     return (
-        *(f"{chosen.rate:g}", f"{sum(map(bool, chosen.by_seed.values()))}/{len(by_seed)}"),
-        *(f"{middle:g}" if middle < math.inf else f">{chosen.most}", " ".join(by_seed)),
+        f"{sum(map(bool, steps.by_seed.values()))}/{len(by_seed)}",
+        *(f"{middle:g}" if middle < math.inf else f">{steps.most}", " ".join(by_seed)),
         *(f"{fmean(paired.values()):+.2f}" if paired else "",),
         *(ends(interval(list(paired.values()), claims=5), "+.2f"),),
     )

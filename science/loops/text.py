@@ -17,12 +17,11 @@ from ..compare.statistics import interval
 from ..compare.tables import Table, result_tables, write_results
 from ..compare_command import Request, plan
 from .fit import LoopFit, fit
-from .study import COMPARISONS, Report, ends, finished, train_all
+from .study import COMPARISONS, SWEEP_SEED, Report, best_rates, ends, train_all, with_rates
 
 FILE = COMPARISONS / "loops.toml"
 WIDTHS = (24, 40, 64)
 RATES = (0.008, 0.016, 0.032, 0.064)
-SWEEP_SEED = 100
 KINDS = {"dense": "0.46", "moe": "none"}  # and their published φ
 _LAST_SHARE = 0.1  # of the steps, over which measures are means
 
@@ -69,28 +68,12 @@ class TextStudy:
 
     def rates(self, width: int) -> dict[str, float]:
         """Returns the best rate of every arm; nothing until the sweep of this width is complete."""
-        losses: dict[str, dict[float, float]] = defaultdict(dict)
-        for rate, request in self._sweep(width).items():
-            for run in finished(request):
-                losses[run.arm][rate] = run.loss
-        arms = self._file().arms
-        if any(len(losses[arm]) < len(RATES) for arm in arms):
-            return {}
-        return {arm: min(losses[arm], key=lambda rate: losses[arm][rate]) for arm in arms}
+        return best_rates(self._sweep(width), lambda run: run.loss)
 
     def _with_rates(self, width: int, rates: dict[str, float], seeds: tuple[int, ...]) -> Request:
-        file = self._file()
-        arms = {
-            name: entry.model_copy(
-                update={
-                    "label": f"{entry.label}, rate {rates[name]:g}",
-                    "optim": {**entry.optim, "learning_rate": rates[name]},
-                }
-            )
-            for name, entry in file.arms.items()
-        }
-        values = {"name": f"loops_{width}", "arms": arms, "seeds": seeds}
-        return self._plan(file.model_copy(update=values), width, "seeds")
+        update = {"name": f"loops_{width}", "seeds": seeds}
+        file = with_rates(self._file(), rates).model_copy(update=update)
+        return self._plan(file, width, "seeds")
 
     def _measured(self) -> Iterator[Request]:
         """Returns the runs with every arm's own rate, all widths of a seed before the next seed."""

