@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     assert statistics.fmean(OF_STEP) == statistics.fmean(OF_SEQUENCE) == LOOPS
     torch.set_num_threads(1)
-    config = FAMILY["huginn_moe"][1]().model.changed({"loops.gradient_loops": None})
+    config = FAMILY["huginn_moe"][1]().model.changed({"loops.depth.gradient_loops": None})
     model = Transformer(config)
     initialise(model, 0)
     found = [measure(model, positions, options.rounds) for positions in (128, 256)]

@@ -101,7 +101,7 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
         for step in schedule
     ]
     parts = [*layers, _injection(config), _earlier_reads(config, layers)]
-    first = config.loops.first_with_gradient(config.num_repeats)
+    first = config.loops.depth.first_with_gradient(config.num_repeats)
     parts += [
         _flops(no_gradient=2 * layer.forward)
         for layer, step in zip(layers, schedule, strict=True)
@@ -183,7 +183,7 @@ def _injection(config: ModelConfig) -> Flops:
         return _flops(injection=2 * product)
     if loops.inject != "linear":
         return _flops()
-    first = loops.first_with_gradient(config.num_repeats)
+    first = loops.depth.first_with_gradient(config.num_repeats)
     state_is_given = first > 0 or loops.start != "embedding"  # and its gradient is not wanted
     return _flops(
         injection=(1 + config.num_repeats) * product,

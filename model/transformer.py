@@ -223,7 +223,7 @@ class Transformer(nn.Module):
     def depth(self) -> PassDepth:
         """Returns how many loops the next pass makes."""
         drawn, loops = self.training_depth if self.training else None, self.num_loops
-        return drawn or PassDepth(loops, self.config.loops.first_with_gradient(loops))
+        return drawn or PassDepth(loops, self.config.loops.depth.first_with_gradient(loops))
 
     @property
     def schedule(self) -> tuple[DepthStep, ...]:

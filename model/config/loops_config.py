@@ -39,6 +39,14 @@ class DepthConfig(BaseModel):
     """Whether all sequences of a step share a draw, or each has its own. A sequence that is done
     leaves the later loops, and costs nothing there."""
 
+    gradient_loops: PositiveInt | None = None
+    """Loops, counted from the last, that gradients pass through; none: all. Earlier ones keep
+    nothing for the backward pass (Huginn)."""
+
+    def first_with_gradient(self, num_loops: int) -> int:
+        """Returns the first loop of so many, counted from 0, that gradients pass through."""
+        return 0 if self.gradient_loops is None else max(0, num_loops - self.gradient_loops)
+
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         wanted = {"uniform": "two, the least and the most", "list": "at least one"}
@@ -93,10 +101,6 @@ class LoopsConfig(BaseModel):
     """Where the final norm stands: before the read-out; also between core and coda (Huginn); or
     also at the end of every loop (Ouro)."""
 
-    gradient_loops: PositiveInt | None = None
-    """Loops, counted from the last, that gradients pass through; none: all. Earlier ones keep
-    nothing for the backward pass (Huginn)."""
-
     read_out: tuple[PositiveInt, ...] = ()
     """Loops, counted from 1, that the training loss reads besides the last; the loss is their mean."""
 
@@ -122,10 +126,6 @@ class LoopsConfig(BaseModel):
         chosen = {loop - 1 for loop in self.read_out if loop < num_loops}
         return (*sorted(chosen), num_loops - 1)
 
-    def first_with_gradient(self, num_loops: int) -> int:
-        """Returns the first loop of so many, counted from 0, that gradients pass through."""
-        return 0 if self.gradient_loops is None else max(0, num_loops - self.gradient_loops)
-
     @model_validator(mode="after")
     def _check_program(self) -> Self:
         if self.inject == "none" and self.start != "embedding":
@@ -137,9 +137,9 @@ class LoopsConfig(BaseModel):
             raise ValueError(
                 'input_norm=true with inject="none": nothing is injected; leave it out'
             )
-        if self.gradient_loops is not None and self.inject == "none":
+        if self.depth.gradient_loops is not None and self.inject == "none":
             raise ValueError(
-                f'gradient_loops={self.gradient_loops} with inject="none": gradients reach the '
+                f'depth.gradient_loops={self.depth.gradient_loops} with inject="none": gradients reach the '
                 "prelude and the embedding through the injection alone; set inject, or leave it out"
             )
         if self.exit_entropy is not None and self.read_out:
@@ -148,10 +148,10 @@ class LoopsConfig(BaseModel):
                 "loss reads every loop; leave one of them out"
             )
         reads = self.exit_entropy is not None or bool(self.read_out)
-        if reads and self.gradient_loops is not None:
+        if reads and self.depth.gradient_loops is not None:
             raise ValueError(
-                f"read_out or exit_entropy with gradient_loops={self.gradient_loops}: the loops that "
-                "are read need a gradient; leave gradient_loops out"
+                f"read_out or exit_entropy with depth.gradient_loops={self.depth.gradient_loops}: the "
+                "loops that are read need a gradient; leave gradient_loops out"
             )
         if self.depth.per == "sequence" and (reads or self.balance == "each"):
             raise ValueError(

@@ -59,10 +59,10 @@ def depths_of_step(
         passes: micro-batches of a rank.
         rows: sequences of a micro-batch.
     """
-    depth, mean, kept = model.loops.depth, model.num_repeats, model.loops.gradient_loops
+    depth, mean, kept = model.loops.depth, model.num_repeats, model.loops.depth.gradient_loops
     if depth.per == "step":
         loops = loops_of(depth, mean, seed, step, 0)
-        without = model.loops.first_with_gradient(loops)
+        without = depth.first_with_gradient(loops)
         return [PassDepth(loops, without)] * passes
     drawn = [
         loops_of(depth, mean, seed, step, sequence) for sequence in range(num_ranks * passes * rows)
@@ -74,8 +74,8 @@ def depths_of_step(
             for first in range(index, num_ranks * passes, passes)
         ]
         together = [each for own in by_rank for each in own]
-        without = max(map(model.loops.first_with_gradient, together))
-        with_gradient = max(each - model.loops.first_with_gradient(each) for each in together)
+        without = max(map(depth.first_with_gradient, together))
+        with_gradient = max(each - depth.first_with_gradient(each) for each in together)
         found.append(PassDepth(without + with_gradient, without, tuple(by_rank[rank]), kept))
     return found
 

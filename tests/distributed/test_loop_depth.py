@@ -70,9 +70,11 @@ def wrong_draws(recipe: str, dispatcher: str, draws: range) -> list[int]:
         for draw in draws:
             by_rank = depths_of_draw(draw, process.world_size)
             every = [depth for depths in by_rank for depth in depths]
-            first = max(map(loops.first_with_gradient, every))
-            kept = max(depth - loops.first_with_gradient(depth) for depth in every)
-            depth = PassDepth(first + kept, first, by_rank[process.rank], loops.gradient_loops)
+            first = max(map(loops.depth.first_with_gradient, every))
+            kept = max(depth - loops.depth.first_with_gradient(depth) for depth in every)
+            depth = PassDepth(
+                first + kept, first, by_rank[process.rank], loops.depth.gradient_loops
+            )
             rows, losses = rows_of(draw, process.rank), []
             for each in (model, whole):
                 each.training_depth = depth

@@ -200,16 +200,12 @@ def loss_of(model: Transformer) -> Tensor:
 
 
 def test_the_loss_of_chosen_loops_is_their_mean():
-    model = looped("huginn_moe", {"loops.gradient_loops": None, "loops.depth": {}})
+    model = looped("huginn_moe", {"loops.depth": {}})
     losses = []
     for loops in (1, 4, R):
         model.num_loops = loops
         losses.append(loss_of(model))
-    values = {
-        **dict.fromkeys(["loops.gradient_loops"]),
-        "loops.depth": {},
-        "loops.read_out": (1, 4),
-    }
+    values = {"loops.depth": {}, "loops.read_out": (1, 4)}
     chosen = looped("huginn_moe", values)
     chosen.load_state_dict(model.state_dict())
     torch.testing.assert_close(loss_of(chosen), torch.stack(losses).mean())

@@ -290,7 +290,7 @@ class Ouro(Recording):
 @pytest.mark.parametrize(("dropped", "kept"), [(3, 2), (0, 4), (0, 1)])
 def test_huginn_has_the_official_logits_loss_state_and_gradients(name, dropped, kept):
     golden = Huginn(name)
-    model = golden.model(golden.config.changed({"loops.gradient_loops": kept}))
+    model = golden.model(golden.config.changed({"loops.depth.gradient_loops": kept}))
     model.num_loops = dropped + kept
     seen: list[Tensor] = []
     assert model.final_norm is not None
@@ -317,7 +317,7 @@ def test_huginn_has_the_official_logits_at_every_depth(name):
 @pytest.mark.parametrize(("dropped", "kept"), [(3, 2), (0, 4)])
 def test_parcae_has_the_public_logits_loss_and_gradients(dropped, kept):
     golden = Parcae()
-    model = golden.model(golden.config.changed({"loops.gradient_loops": kept}))
+    model = golden.model(golden.config.changed({"loops.depth.gradient_loops": kept}))
     model.num_loops = dropped + kept
     logits = model(golden.inputs).logits_BSV
     torch.testing.assert_close(logits, golden.tensor(f"n{dropped}k{kept}/logits"), **CLOSE)
@@ -373,8 +373,8 @@ def test_ouro_has_the_public_gradients_of_the_last_loop_alone():
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "add from zero": ("huginn_moe", {"loops.inject": "add", "loops.start": "zero"}),
     "linear from the embedding": ("huginn_moe", {"loops.start": "embedding"}),
-    "linear, every gradient": ("huginn_moe", {"loops.gradient_loops": None}),
-    "decay, one gradient": ("parcae_moe", {"loops.gradient_loops": 1}),
+    "linear, every gradient": ("huginn_moe", {"loops.depth.gradient_loops": None}),
+    "decay, one gradient": ("parcae_moe", {"loops.depth.gradient_loops": 1}),
     "a vector per loop": ("moeut_sandwich", {"loops.condition": "embedding"}),
     "scale and shift per loop": ("huginn_moe", {"loops.condition": "scale_shift"}),
     "scaled residuals": ("moeut_sandwich", {"loops.residual_scale": 0.5}),
@@ -393,7 +393,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "losses of three loops": (
         "huginn_moe",
-        {"loops.gradient_loops": None, "loops.read_out": (1, 3), "loops.depth": {}},
+        {"loops.read_out": (1, 3), "loops.depth": {}},
     ),
     "losses of every loop": ("ouro_moe", {"loops.exit_entropy": 0.1}),
     "each loop balanced": ("moeut_sandwich", {"loops.balance": "each"}),
@@ -526,10 +526,10 @@ class Masked(Loops):
 
 def own_depths(model: Transformer, *depths: int, num_loops: int = 0) -> PassDepth:
     """A pass in which every sequence has its depth; the pass may be longer, for other ranks."""
-    first = [model.config.loops.first_with_gradient(each) for each in depths]
+    first = [model.config.loops.depth.first_with_gradient(each) for each in depths]
     kept = [depth - each for depth, each in zip(depths, first, strict=True)]
     loops = max(max(first) + max(kept), num_loops)
-    return PassDepth(loops, max(first), depths, model.config.loops.gradient_loops)
+    return PassDepth(loops, max(first), depths, model.config.loops.depth.gradient_loops)
 
 
 LEAVING = [  # the others are refused: R is no sequence's own, or every loop has a loss
@@ -571,7 +571,7 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
     model.training_depth = own_depths(model, *depths)
     together = model(tokens)
     for index, depth in enumerate(depths):
-        model.training_depth = PassDepth(depth, model.config.loops.first_with_gradient(depth))
+        model.training_depth = PassDepth(depth, model.config.loops.depth.first_with_gradient(depth))
         alone = model(tokens[index : index + 1])
         close = {"rtol": 0, "atol": 1e-12}
         torch.testing.assert_close(together.logits_BSV[index], alone.logits_BSV[0], **close)
@@ -629,7 +629,7 @@ def test_one_loop_without_injection_is_the_model_without_loops():
 def saved_bytes(num_loops: int, gradient_loops: int) -> int:
     """What a forward pass keeps for its backward pass."""
     kept: dict[int, int] = {}
-    model = tiny_model("huginn_moe", {"loops.gradient_loops": gradient_loops})
+    model = tiny_model("huginn_moe", {"loops.depth.gradient_loops": gradient_loops})
     model.num_loops = num_loops
 
     def keep(tensor: Tensor) -> Tensor:
@@ -659,7 +659,7 @@ def test_memory_grows_with_the_loops_that_have_a_gradient_and_with_no_others():
         ({"num_layers": 9}, r"num_layers=9 is not loops.prelude \+ loops.coda \+ R·2 = 2 \+ R·2"),
         ({"num_layers": 2}, r"num_layers=2 is not .* R ≥ 1.*choose num_layers=4 or 6"),
         ({"loops.prelude": 3}, r"leave no core of layers_per_group=4: .* at least 5"),
-        ({"loops.gradient_loops": 0}, "greater than 0"),
+        ({"loops.depth.gradient_loops": 0}, "greater than 0"),
         ({"loops.inject": "none"}, r'start="drawn" with inject="none": the core would never read'),
         (
             {"loops.inject": "none", "loops.start": "embedding"},
@@ -667,19 +667,19 @@ def test_memory_grows_with_the_loops_that_have_a_gradient_and_with_no_others():
         ),
         ({"loops.coda": 0, "num_layers": 10}, r'final_norm="around_coda" with coda=0'),
         ({"order": "aabb"}, r'order="aabb" repeats each layer by itself'),
-        ({"loops.read_out": (1,)}, "read_out or exit_entropy with gradient_loops=2"),
+        ({"loops.read_out": (1,)}, "read_out or exit_entropy with depth.gradient_loops=2"),
         (
-            {"loops.read_out": (5,), "loops.gradient_loops": None, "loops.depth": {}},
+            {"loops.read_out": (5,), "loops.depth": {}},
             r"read_out=\[5\] names a loop that a pass of R=4",
         ),
         (
-            {"loops.read_out": (1,), "loops.gradient_loops": None, "loops.exit_entropy": 0.1},
+            {"loops.read_out": (1,), "loops.depth.gradient_loops": None, "loops.exit_entropy": 0.1},
             r"exit_entropy=0.1 with read_out=\[1\]",
         ),
         (
             {
                 "loops.exit_entropy": 0.1,
-                "loops.gradient_loops": None,
+                "loops.depth.gradient_loops": None,
                 "loops.depth.per": "sequence",
             },
             "a loop that only some sequences make has no loss of its own",

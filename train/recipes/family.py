@@ -52,7 +52,7 @@ _SANDWICH: dict[str, Any] = {
     "feed_forward.d_feed_forward": 352, "feed_forward.dense_bias": False,
     "attention.positions.width": 32, "attention.positions.base": 50_000,
     "attention.positions.pairs": "neighbours", "initialisation.kind": "takase",
-    "loops.prelude": 1, "loops.coda": 1, "loops.start": "drawn", "loops.gradient_loops": 2,
+    "loops.prelude": 1, "loops.coda": 1, "loops.start": "drawn", "loops.depth.gradient_loops": 2,
 }  # fmt: skip
 _HUGINN: dict[str, Any] = _SANDWICH | {
     "norm": "sandwich", "scale_embedding": True, "attention.qk_bias": True,
