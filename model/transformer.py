@@ -178,14 +178,14 @@ class Transformer(nn.Module):
                     measures=steps.measures,
                 )
         regularisation_B, auxiliary, carried = self._losses(steps, halted, tokens_BS)
-        drawn = self.config.loops.depth.kind != "fixed"
-        if self.training and drawn:
+        if self.training and self.config.loops.depth.kind != "fixed":
             loops = depth.of_sequence or (depth.num_loops,) * len(tokens_BS)
             auxiliary["loops"] = torch.tensor(loops, dtype=torch.float32, device=tokens_BS.device)
         if exits is not None and exits.loops_B is not None:
             auxiliary["loops"] = exits.loops_B
         if self.training and targets_BS is not None:
-            read_out, added = self._loss(rows, gates, targets_BS, counted_C, real_BS)
+            counted_BS = real_BS if loss_mask_BS is None else loss_mask_BS.to(tokens_BS.device)
+            read_out, added = self._loss(rows, gates, targets_BS, counted_C, counted_BS)
             if self.depth_losses:
                 read = partial(self._read_state, targets_BS=targets_BS, counted_C=counted_C)
                 states = tuple(steps.states)
@@ -196,9 +196,9 @@ class Transformer(nn.Module):
                 regularisation_B = regularisation_B + weight * value_B
         else:
             read_out = self.read_out(rows[-1], targets_BS, counted_C)
-        members = None
-        if drawn or len(steps.done) != len(schedule):  # a coda may run after several loops
-            members = [step.member for step in steps.done]
+        members: list[int] | None = [step.member for step in steps.done]
+        if members == [step.member for step in self.config.load_steps]:
+            members = None
         return ModelOutput(
             read_out=read_out.to(wide_dtype(read_out)),
             regularisation_B=regularisation_B,
@@ -328,7 +328,7 @@ class Transformer(nn.Module):
         gates: list[Tensor],
         targets_BS: Tensor,
         counted_C: Tensor | None,
-        real_BS: Tensor | None,
+        counted_BS: Tensor | None,
     ) -> tuple[Tensor, dict[str, tuple[float, Tensor]]]:
         """Returns the cross-entropy of the loops that the loss reads, and what is added to it.
 
@@ -344,8 +344,8 @@ class Transformer(nn.Module):
         loss, entropy_BS, loops_BS = expected_loss(gates, rows, loss_of)
         weight = -(self.config.loops.exit_entropy or 0.0)
         return loss, {
-            "exit_entropy": (weight, mean_of_real(entropy_BS, real_BS)),
-            "loops": (0.0, mean_of_real(loops_BS, real_BS)),  # only for the log
+            "exit_entropy": (weight, mean_of_real(entropy_BS, counted_BS)),
+            "loops": (0.0, mean_of_real(loops_BS, counted_BS)),  # only for the log
         }
 
     def _read_state(

@@ -78,7 +78,7 @@ class ExpertPlacement:
         schedule = [step.member for step in self._model.config.load_steps]
         for kind, load_LE in loads.items():
             members = [member for member in schedule if (member, kind) in self._routed]
-            index_L = torch.tensor(members[: len(load_LE)], device=load_LE.device)
+            index_L = torch.tensor(members, device=load_LE.device)
             self._loads[kind].index_add_(0, index_L, load_LE)
 
     def decide(self, step: int) -> RebalanceResult | None:

@@ -106,9 +106,8 @@ class MoMHA(Attention):
             routing = routing.of_weighted_rows(weight_T)
             query_routes = query_routes.kept(weight_T[query_routes.source_N] > 0)
         q_UW = self.query(n_BSD.flatten(0, 1), query_routes)
-        q_BHKSC = q_UW.view(batch, length, -1, self.config.num_heads, self.config.d_head).permute(
-            0, 3, 2, 1, 4
-        )
+        heads = (self.config.top_k, self.config.num_heads, self.config.d_head)
+        q_BHKSC = q_UW.view(batch, length, *heads).permute(0, 3, 2, 1, 4)
         attended_BHKSC = self.attend(q_BHKSC, value_input_BSD, context)
         attended_UW = attended_BHKSC.permute(0, 3, 2, 1, 4).reshape(q_UW.shape)
         return self.output(attended_UW, routing.routes).view(n_BSD.shape), {"attention": routing}

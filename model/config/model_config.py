@@ -246,9 +246,12 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     def load_steps(self) -> tuple[DepthStep, ...]:
         """Returns the depth steps that loads are counted by.
 
-        Where the number of loops changes from step to step, one loop stands for all.
+        Where the number of loops changes from step to step, or a coda runs after several loops, a
+        layer's loads are added up, and one loop stands for all.
         """
-        return self.schedule if self.loops.depth.kind == "fixed" else self.schedule_of(1)
+        drawn, reads = self.loops.depth.kind != "fixed", self.loops.read_loops(self.num_repeats)
+        by_layer = drawn or (self.loops.coda and len(reads) > 1)
+        return self.schedule_of(1) if by_layer else self.schedule
 
     @property
     def expert_depths(self) -> tuple[int, ...]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from family import VOCABULARY, make_uneven, tiny_config, tiny_model
+from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
 from torch import Tensor
 
 from moebius.model.balance import RouterReport
 from moebius.model.documents import mark_documents
+from moebius.model.loops.depth import PassDepth
 from moebius.model.loops.exits import ExitRule, exit_log_probabilities
 from moebius.model.transformer import Transformer
 from moebius.train.record.route_tap import tap
@@ -141,6 +142,29 @@ def test_at_a_threshold_of_one_no_sequence_leaves_early(dtype):
     assert model(some_tokens()).auxiliary["loops"].tolist() == [1] * SEQUENCES
 
 
+def can_leave(name: str) -> bool:
+    try:
+        ExitRule("state", 1e9).check(tiny_config(name))
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if can_leave(name)])
+def test_a_pass_goes_on_without_a_live_sequence(name):
+    """Another rank may still have one."""
+    model, tokens = make_uneven(tiny_model(name)).eval(), some_tokens()
+    model.exit_rule = ExitRule("state", 1e9)
+    found = model(tokens)
+    assert found.auxiliary["loops"].tolist() == [1] * SEQUENCES
+    model.exit_rule = None
+    model.num_loops = 1
+    assert torch.equal(model(tokens).logits_BSV, found.logits_BSV)
+    if model.config.loops.read_loops(7) == (6,):  # refused beside losses of several loops
+        model.train().training_depth = PassDepth(7, 0, (1,) * SEQUENCES)
+        model(tokens, targets_BS=tokens).cross_entropy.backward()
+
+
 @torch.no_grad()
 def test_padding_does_not_decide_when_a_sequence_leaves():
     model = looped("huginn_moe").eval()
@@ -155,7 +179,7 @@ def test_padding_does_not_decide_when_a_sequence_leaves():
     assert torch.equal(model(tokens[:, :5]).auxiliary["loops"], found)
 
 
-def test_padding_counts_in_no_entropy_and_no_measure():
+def test_padding_and_masked_targets_count_in_no_entropy_and_no_measure():
     model = looped("ouro_moe", GATED)
     model.measures_loops = True
     tokens, ids = some_tokens(), torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int64)
@@ -167,6 +191,13 @@ def test_padding_counts_in_no_entropy_and_no_measure():
     torch.testing.assert_close(found.cross_entropy, alone.cross_entropy)
     for name in ("exit_entropy", "loops", "state_change/2", "kept_experts/2"):
         torch.testing.assert_close(found.auxiliary[name], alone.auxiliary[name])
+    masked = model(tokens, targets_BS=tokens, loss_mask_BS=counts)
+    for name in ("exit_entropy", "loops"):
+        torch.testing.assert_close(masked.auxiliary[name], alone.auxiliary[name])
+    whole = model(tokens, targets_BS=tokens).auxiliary["exit_entropy"]
+    assert not torch.allclose(masked.auxiliary["exit_entropy"], whole, rtol=1e-3)
+    nothing = model(tokens, targets_BS=tokens, loss_mask_BS=counts | True).auxiliary["exit_entropy"]
+    assert torch.equal(nothing, whole)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parts import make_config
+from family import some_tokens, tiny_config
+from meshes import meshed, model_on
+from parts import layers, make_config
 from trained import assembled, column, different, lines, newest_state, run_training
 from world import run_ranks
 
@@ -17,12 +19,14 @@ from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.placement.move import banks_of, expert_maps_of
+from moebius.model.balance import collect_loads
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import CheckpointConfig, Config
+from moebius.train.expert_placement import ExpertPlacement
 from moebius.train.hooks import move_experts
 from moebius.train.loop import step
 from moebius.train.metrics.log import MetricsLog
@@ -242,6 +246,49 @@ def test_a_checkpoint_of_another_model_is_refused_by_every_rank(data: Path, tmp_
         assert renamed.count(" saved, ") == 3
         assert ", …)" in renamed
         assert "(group.0.feed_forward.sparse: 5 saved, 7 here)" in fewer
+
+
+def counted_and_seen(recipe: str, changes: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Returns for every bank the counted routes of its experts, and those that its layer reports."""
+    with meshed(ep=2) as (process, mesh):
+        model = model_on(mesh, tiny_config(recipe, changes))
+        seen: dict[int, Any] = {}
+        for member, layer in enumerate(layers(model)):
+
+            def see(module: Any, given: Any, result: Any, member: int = member) -> None:
+                if load := collect_loads([result[1]]).get("feed_forward"):
+                    seen[member] = seen.get(member, 0) + load.load_LN[0]
+
+            layer.register_forward_hook(see)
+        optimizer = torch.optim.SGD(model.parameters())
+        config = MeshConfig(ep=2, rebalance_every=2)
+        placement = ExpertPlacement(config, model, optimizer, mesh)
+        rows = some_tokens(2, 9, seed=process.rank)
+        output = model(rows[:, :-1], targets_BS=rows[:, 1:])
+        assert len(model.config.expert_depths) == len(output.loads["feed_forward"].load_LN)
+        placement.count({kind: load.load_LN for kind, load in output.loads.items()})
+        for load_N in seen.values():
+            dist.all_reduce(load_N)
+        counted = placement.as_dict()
+        names = {member: f"group.{member}.feed_forward.sparse" for member in seen}
+        return [(counted[names[member]]["load"], seen[member].tolist()) for member in seen]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ("moeut_sandwich", {}),
+        ("moeut_sandwich", {"loops.read_out": (1,)}),  # the coda runs twice
+        ("moeut_sandwich", {"loops.exit_entropy": 0.1}),
+        ("huginn_moe", {}),  # the number of loops is drawn
+    ],
+)
+def test_every_layer_is_counted_as_it_was_used(recipe: str, changes: dict[str, Any]) -> None:
+    for banks in run_ranks(counted_and_seen, 2, recipe, changes):
+        assert len(banks) > 1
+        for counted, seen in banks:
+            assert counted == seen
+            assert sum(seen) > 0
 
 
 @pytest.mark.slow
