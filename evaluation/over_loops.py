@@ -70,10 +70,7 @@ def measure_over_loops(
             for metric, estimate in result.metrics.items():
                 found.setdefault(f"{result.name} {metric}", []).append(estimate.value)
     config = Config.load(run_dir / "config.json")
-    per_depth = [
-        config.model.model_copy(update={"num_layers": len(config.model.schedule_of(number))})
-        for number in loops
-    ]
+    per_depth = [config.model.with_loops(number) for number in loops]
     return OverLoops(
         measured_step,
         config.model.num_repeats,

@@ -15,7 +15,7 @@ Legend: S positions, D model width, W heads × their channels, F hidden width of
 experts, K of them chosen.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
@@ -27,6 +27,7 @@ from .block import Layer
 from .config.attention_config import MoMHAConfig, SwitchHeadConfig
 from .config.feed_forward_config import ExpertsConfig
 from .config.model_config import ModelConfig
+from .loops.depth import shares_of_depths
 from .moe import SparseFeedForward, SparseLayer
 from .transformer import Transformer
 
@@ -57,20 +58,22 @@ class Flops:
     routing: float
     injection: float  # the input of every loop
     read_out: float
-    # not parts: what the loss reads of loops before the last, and what the backward pass leaves out
+    # not parts: what the loss reads of loops before the last, what the backward pass leaves out, and
+    # what drawn numbers of loops add to training on average
     earlier_reads: float
     no_gradient: float
+    drawn_depths: float
 
     @property
     def forward(self) -> float:
         """Returns the FLOPs of the forward pass in evaluation, all parts together."""
-        parts = [field.name for field in fields(self)][:-2]
+        parts = [field.name for field in fields(self)][:-3]
         return sum(getattr(self, part) for part in parts)
 
     @property
     def training(self) -> float:
-        """Returns the FLOPs of the forward and the backward pass."""
-        return 3 * (self.forward + self.earlier_reads) - self.no_gradient
+        """Returns the FLOPs of the forward and the backward pass, the mean over drawn depths."""
+        return 3 * (self.forward + self.earlier_reads) - self.no_gradient + self.drawn_depths
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
@@ -93,6 +96,17 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
 
 def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
     """Computes the FLOPs of one token by formula, in sequences of `seq_len` positions."""
+    found = _at_depth(config, seq_len)
+    shares = shares_of_depths(config.loops.depth, config.num_repeats)
+    mean = sum(
+        share * _at_depth(config.with_loops(loops), seq_len).training
+        for loops, share in shares.items()
+    )
+    return replace(found, drawn_depths=mean - found.training)
+
+
+def _at_depth(config: ModelConfig, seq_len: int) -> Flops:
+    """Computes the FLOPs of one token with R loops."""
     schedule = config.schedule
     sparse = None if config.experts is None else _experts(config, config.experts, seq_len)
     layers = [

@@ -6,6 +6,7 @@ MoEUT (arXiv 2405.16039), Universal Transformers and SUT are the case P = Q = 0 
 Huginn (arXiv 2502.05171), Parcae (arXiv 2604.12946) and Ouro (arXiv 2510.25741) are others.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import (
@@ -25,8 +26,9 @@ class DepthConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["fixed", "growing", "lognormal_poisson", "poisson", "uniform", "list"] = "fixed"
-    """R loops; or as many as the stage says ("growing"); or drawn, from the seed and the step:
-    around R as Huginn ("lognormal_poisson") or Parcae ("poisson") do, or among `values`."""
+    """R loops; or as many as the stage says ("growing"); or drawn, from the seed and the step: as
+    Huginn does, with mean R + 1 ("lognormal_poisson"), as Parcae does, with mean R ("poisson"), or
+    among `values`."""
 
     values: tuple[PositiveInt, ...] = ()
     """Numbers of loops: least and most of "uniform", the choices of "list", the stages of
@@ -42,6 +44,12 @@ class DepthConfig(BaseModel):
     gradient_loops: PositiveInt | None = None
     """Loops, counted from the last, that gradients pass through; none: all. Earlier ones keep
     nothing for the backward pass (Huginn)."""
+
+    @property
+    def reached(self) -> Sequence[int]:
+        """Returns the numbers of loops that `values` describes."""
+        least_and_most = self.kind == "uniform"
+        return range(self.values[0], self.values[1] + 1) if least_and_most else self.values
 
     def first_with_gradient(self, num_loops: int) -> int:
         """Returns the first loop of so many, counted from 0, that gradients pass through."""

@@ -228,6 +228,10 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         steps = enumerate([*before, *core, *after])
         return tuple(DepthStep(index, member, loop) for index, (member, loop) in steps)
 
+    def with_loops(self, num_loops: int) -> Self:
+        """Returns the configuration with another R."""
+        return self.model_copy(update={"num_layers": len(self.schedule_of(num_loops))})
+
     @property
     def experts(self) -> ExpertsConfig | None:
         """Returns the experts' section; None: all layers are dense."""
@@ -311,10 +315,10 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f"{once + (fewer + 1) * core}"
             )
         depth, repeats = self.loops.depth, self.num_repeats
-        if depth.values and not min(depth.values) <= repeats <= max(depth.values):
+        if depth.values and repeats not in depth.reached:
             raise ValueError(
                 f"loops.depth.values={list(depth.values)} never reaches the R={repeats} loops that "
-                f"num_layers={self.num_layers} gives evaluation: choose values around it"
+                f"num_layers={self.num_layers} gives evaluation: add R, or change num_layers"
             )
         if depth.kind == "fixed" and max(self.loops.read_out, default=1) > repeats:
             raise ValueError(

@@ -114,8 +114,8 @@ def merge(
         path: the path of `base` itself.
     """
     merged = dict(base)
-    if "kind" in changes and changes["kind"] != base.get("kind"):
-        merged = sections[path].of_kind(base, changes["kind"]) if path in sections else {}
+    if path in sections and changes.get("kind", base.get("kind")) != base.get("kind"):
+        merged = sections[path].of_kind(base, changes["kind"])
     for key, value in changes.items():
         inner = f"{path}.{key}" if path else key
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
@@ -126,8 +126,9 @@ def merge(
 def set_value(
     values: dict[str, Any], path: str, value: Any, sections: Mapping[str, Section]
 ) -> None:
-    """Sets one value under a dotted key, in place; a new `kind` clears its section but for
-    `Section.kept`.
+    """Sets one value under a dotted key, in place.
+
+    A new kind clears a section that has kinds, but for `Section.kept`.
 
     Args:
         values: plain values.
@@ -146,9 +147,9 @@ def set_value(
         entries = entries[name]
         if not isinstance(entries, dict):
             raise ValueError(f"{'.'.join(names[:depth])} is not a section")
-    if key == "kind" and value != entries.get("kind"):
-        section = sections.get(".".join(names))
-        kept = {} if section is None else section.of_kind(entries, value)
+    section = sections.get(".".join(names))
+    if section is not None and key == "kind" and value != entries.get("kind"):
+        kept = section.of_kind(entries, value)
         entries.clear()
         entries.update(kept)
     entries[key] = value

@@ -6,6 +6,7 @@ functions, so no version of a library changes them.
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -13,6 +14,7 @@ from ..config.loops_config import DepthConfig
 from ..config.model_config import ModelConfig
 
 _SIGMA = 0.5  # of the log-normal (Huginn)
+_POINTS = 4096  # at which a distribution is measured
 _MOST = 10_000  # loops; a probability that rounds to 1 would ask for more
 
 
@@ -83,19 +85,32 @@ def depths_of_step(
 def loops_of(depth: DepthConfig, mean: int, seed: int, step: int, sequence: int) -> int:
     """Returns the loops of a step, or of one sequence in it; `mean` is the model's own R.
 
-    "lognormal_poisson" is 1 + Poisson(τ), τ log-normal of mean R (Huginn, arXiv 2502.05171, §3.3);
-    "poisson" is max(1, Poisson(R)) (Parcae, arXiv 2604.12946).
+    "lognormal_poisson" is 1 + Poisson(τ), τ log-normal of mean R, and so has mean R + 1 (Huginn,
+    arXiv 2502.05171, §3.3); "poisson" is max(1, Poisson(R)) (Parcae, arXiv 2604.12946).
     """
-    if depth.kind == "fixed":
-        return mean
     if depth.kind == "growing":
         return depth.values[min(step // depth.stage_steps, len(depth.values) - 1)]
-    first, second = _uniform(f"{seed}/{step}/{sequence}/loops")
-    if depth.kind == "uniform":
-        least, most = depth.values
-        return least + int(first * (most - least + 1))
-    if depth.kind == "list":
-        return depth.values[int(first * len(depth.values))]
+    return _drawn(depth, mean, *_uniform(f"{seed}/{step}/{sequence}/loops"))
+
+
+def shares_of_depths(depth: DepthConfig, mean: int) -> dict[int, float]:
+    """Returns each number of loops, and how often training makes it; "growing" counts as R."""
+    if depth.kind in ("fixed", "growing"):
+        return {mean: 1.0}
+    golden = (math.sqrt(5) - 1) / 2  # spreads the second number evenly beside the first
+    found = Counter(
+        _drawn(depth, mean, (index + 0.5) / _POINTS, (index * golden + 0.5) % 1)
+        for index in range(_POINTS)
+    )
+    return {loops: count / _POINTS for loops, count in found.items()}
+
+
+def _drawn(depth: DepthConfig, mean: int, first: float, second: float) -> int:
+    """Returns the loops that belong to two numbers in (0, 1)."""
+    if depth.kind == "fixed":
+        return mean
+    if depth.values:
+        return depth.reached[int(first * len(depth.reached))]
     if depth.kind == "poisson":
         return max(1, _poisson(first, mean))
     normal = NormalDist(math.log(mean) - _SIGMA**2 / 2, _SIGMA)

@@ -227,10 +227,10 @@ class Loops(nn.Module):
                     exits.leave(before_BSD, x_BSD, read)
                 if measures is not None:
                     measures.see_state(step.loop, before_BSD, x_BSD)
-                if live is not None:
-                    x_BSD = whole_BSD.index_copy(0, live, x_BSD.to(whole_BSD.dtype))
-                if step.loop in wanted:
-                    rows.append(read(x_BSD, None))
+            if live is not None:  # outside: the others keep their gradient
+                x_BSD = whole_BSD.index_copy(0, live, x_BSD.to(whole_BSD.dtype))
+            if step.loop in wanted:
+                rows.append(read(x_BSD, None))
         if self.exit_gate is None or not self.training:
             return rows, []
         return rows, [self.exit_gate(each) for each in rows]

