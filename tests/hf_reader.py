@@ -42,6 +42,18 @@ def cached(model, tokens):
     return torch.cat(parts, 1), len(past)
 
 
+def refusals(model, tokens):
+    """Returns what the model says to other numbers of loops, without and with a cache."""
+    past, said = model(tokens[:, :5], use_cache=True).past_key_values, []
+    for loops, cache in ((0, None), (3, None), (1, past), (9, past)):
+        try:
+            model(tokens[:, 5:6], num_loops=loops, past_key_values=cache)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def answers_of(folder: Path) -> dict[str, torch.Tensor]:
     """Returns all answers of one model."""
     given = load_file(folder.with_suffix(".given"))
@@ -80,6 +92,7 @@ def answers_of(folder: Path) -> dict[str, torch.Tensor]:
         for loops in (1, 3):
             answers[f"loops{loops}"] = model(tokens, num_loops=loops).logits
             answers[f"generated{loops}"] = model.generate(**short, **greedy, num_loops=loops)
+    folder.with_suffix(".refused").write_text(json.dumps(refusals(model, tokens)))
     model.train()
     with torch.enable_grad():
         loss = model(tokens, labels=tokens).loss

@@ -58,14 +58,18 @@ class MoebiusConfig(PreTrainedConfig):
             num_loops: repeats of the layers that repeat; None: as trained.
 
         Raises:
-            ValueError: it is below 1, or the model repeats no layer.
+            ValueError: it is below 1, or the model repeats no layer or halts by itself.
         """
         first, total = self.loops["prelude"], self.model["layers_per_group"]
         last = total - self.loops["coda"]
         trained = (self.model["num_layers"] - first - self.loops["coda"]) // (last - first)
         number = trained if num_loops is None else num_loops
-        if number < 1 or (number != trained and self.model["halting"] is not None):
-            raise ValueError(f"num_loops={num_loops} must be at least 1, and halting sets its own")
+        if number < 1:
+            raise ValueError(f"num_loops={num_loops} must be at least 1")
+        has_loops = trained > 1 or last - first < total or self.loops["inject"] != "none"
+        if number != trained and (self.model["halting"] is not None or not has_loops):
+            fault = "halts by itself" if has_loops else "repeats no layer"
+            raise ValueError(f"num_loops={num_loops}: the model {fault}; leave num_loops out")
         core = [(member, loop) for loop in range(number) for member in range(first, last)]
         if self.model["order"] == "aabb":
             core.sort()

@@ -276,6 +276,12 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         attention = {"positions": {"kind": "none"}, **model["attention"]}
         table = rotary_table(position_BS, attention, wide(x_BSD).dtype)
         schedule = self.config.schedule(num_loops)
+        filled = 0 if cache is None else sum(each.get_seq_length() > 0 for each in cache.layers)
+        if filled not in (0, len(schedule)):
+            raise ValueError(
+                f"the cache has {filled} depth steps, and this pass has {len(schedule)}: continue a "
+                "cache with the num_loops that it was made with"
+            )
         pasts = [Past(cache, step, visible) for step in range(len(schedule))]
         if self.halting is not None:
             return final_norm(self._decode_halting(self.halting, x_BSD, table, pasts))

@@ -215,6 +215,31 @@ def test_transformers_takes_the_number_of_loops(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "dense",
+            ["num_loops=3: the model repeats no layer", "", "num_loops=9: the model repeats"],
+        ),
+        ("sut", ["num_loops=3: the model halts by itself", "=1: the model halts", "=9: the model"]),
+        (
+            "huginn_moe",
+            ["", "has 10 depth steps, .* has 4: continue a", "10 depth steps, .* has 20"],
+        ),
+    ],
+)
+def test_a_number_of_loops_that_cannot_be_is_refused(
+    name: str, words: list[str], folders: Path
+) -> None:
+    """0, then 3, then a cache of the trained number continued with 1 and with 9."""
+    said = json.loads((folders / f"{name}.refused").read_text())
+    for found, expected in zip(said, ["num_loops=0 must be at least 1$", *words], strict=True):
+        assert re.search(expected, found) if expected else not found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_labels_make_a_loss(name: str, answers: dict[str, dict[str, Tensor]]) -> None:
     predicted, targets = logits(model_for(name))[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()
