@@ -213,7 +213,12 @@ class Transformer(nn.Module):
 
         With `shared_loops` m, loop r of a layer shares its entry with loop r mod m, and the later
         one's keys stay: 1 keeps those of the last loop (Huginn, arXiv 2502.05171, §6).
+
+        Raises:
+            ValueError: `shared_loops` is below 1.
         """
+        if shared_loops is not None and shared_loops < 1:
+            raise ValueError(f"shared_loops={shared_loops} must be at least 1")
         entries: dict[tuple[int, int | None], LayerCache] = {}
         for step in self.schedule:
             entries.setdefault(_slot(step, shared_loops), LayerCache())

@@ -218,7 +218,13 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return self.schedule_of(self.num_repeats)
 
     def schedule_of(self, num_loops: int) -> tuple[DepthStep, ...]:
-        """Returns the depth steps of a pass: the one place that decides the order of layers."""
+        """Returns the depth steps of a pass: the one place that decides the order of layers.
+
+        Raises:
+            ValueError: it has no loop.
+        """
+        if num_loops < 1:
+            raise ValueError(f"num_loops={num_loops} must be at least 1")
         first, last = self.loops.prelude, self.layers_per_group - self.loops.coda
         core = [(member, loop) for loop in range(num_loops) for member in range(first, last)]
         if self.order == "aabb":

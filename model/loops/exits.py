@@ -22,6 +22,10 @@ from ..initialise import parameter, zeros
 from ..layers import wide_dtype
 
 Kind = Literal["kl", "state", "gate"]
+_FORM = (
+    "is no exit rule: write kl=X or state=X with X above 0, or gate=Q with Q from 0 to 1; at gate=1 "
+    "no sequence leaves early"
+)
 
 
 class ExitGate(nn.Module):
@@ -86,11 +90,16 @@ class ExitRule:
     gate    the probability to have left, by the trained gate: above the threshold
 
     The mean reads the whole sequence, also behind a position, so a loss with early exits is that of
-    a scored text, not of one that is being written.
+    a scored text, not of one that is being written. A threshold out of range is a ValueError.
     """
 
     kind: Kind
     threshold: float
+
+    def __post_init__(self) -> None:
+        most = 1.0 if self.kind == "gate" else float("inf")
+        if self.kind not in get_args(Kind) or not 0 < self.threshold <= most:
+            raise ValueError(f"{self.kind}={self.threshold} {_FORM}")
 
     @staticmethod
     def parse(text: str) -> "ExitRule":
@@ -101,16 +110,9 @@ class ExitRule:
         """
         kind, _, number = text.partition("=")
         try:
-            rule = ExitRule(kind, float(number))  # pyright: ignore[reportArgumentType]
+            return ExitRule(kind, float(number))  # pyright: ignore[reportArgumentType]
         except ValueError:
-            rule = ExitRule("kl", 0)
-        most = 1.0 if kind == "gate" else float("inf")
-        if kind not in get_args(Kind) or not 0 < rule.threshold <= most:
-            raise ValueError(
-                f"{text!r} is no exit rule: write kl=X or state=X with X above 0, or gate=Q with Q "
-                "from 0 to 1; at gate=1 no sequence leaves early"
-            )
-        return rule
+            raise ValueError(f"{text!r} {_FORM}") from None
 
     def check(self, config: ModelConfig) -> None:
         """Checks that sequences of a model can leave by this rule.

@@ -206,6 +206,8 @@ def test_padding_and_masked_targets_count_in_no_entropy_and_no_measure():
 def test_a_rule_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="is no exit rule: write kl=X or state=X with X above 0"):
         ExitRule.parse(text)
+    with pytest.raises(ValueError, match="kl=-1 is no exit rule"):
+        ExitRule("kl", -1)
 
 
 @pytest.mark.parametrize(
@@ -366,3 +368,8 @@ def test_a_cache_of_another_number_of_loops_is_refused():
     model.exit_rule = ExitRule("kl", 0.1)
     with pytest.raises(ValueError, match="a pass with a cache makes every loop of every sequence"):
         model(some_tokens(), model.new_cache())
+    with pytest.raises(ValueError, match="shared_loops=0 must be at least 1"):
+        model.new_cache(0)
+    model.num_loops = 0
+    with pytest.raises(ValueError, match="num_loops=0 must be at least 1"):
+        model(some_tokens())
