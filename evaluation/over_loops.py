@@ -3,7 +3,7 @@
 More loops than trained rarely help; fewer may be enough, and cost less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.table import Table
 from ..model.cost import forward_flops
 from ..train.config.run_config import Config
 from .perplexity import measure
-from .zero_shot import measure_tasks
+from .zero_shot import ZeroShotReport
 
 PICTURE = "loops.png"
 
@@ -34,9 +34,7 @@ def measure_over_loops(
     loops: Sequence[int],
     *,
     step: int | None = None,
-    tasks: Sequence[str] = (),
-    data: Path | str | None = None,
-    limit: int | None = None,
+    scores: Callable[[int], ZeroShotReport | None] | None = None,
 ) -> OverLoops:
     """Measures the validation loss, or zero-shot tasks, with each number of loops.
 
@@ -44,9 +42,7 @@ def measure_over_loops(
         run_dir: the run folder.
         loops: repeats of the core.
         step: of the checkpoint; None: the newest.
-        tasks: as for `measure_tasks`; none: the loss.
-        data: the folder of the tasks' files, or "hub".
-        limit: upper limit of items per task; None: all.
+        scores: scores tasks with a number of loops (`measure_tasks`); None: the loss is measured.
 
     Raises:
         ValueError: the run cannot be read, its model shares no layers, or several ranks measure.
@@ -54,13 +50,12 @@ def measure_over_loops(
     found: dict[str, list[float]] = {}
     measured_step = 0
     for number in loops:
-        if not tasks:
+        if scores is None:
             measured = measure(run_dir, step=step, loops=number)
             measured_step = measured.step
             found.setdefault("loss", []).append(measured.result.loss)
             continue
-        where = Path(data) if data is not None and data != "hub" else "hub"
-        report = measure_tasks(run_dir, tasks, where, step=step, limit=limit, loops=number)
+        report = scores(number)
         if report is None:
             raise ValueError(
                 "--loops with several numbers measures in one process, without torchrun"

@@ -1,6 +1,7 @@
 """`moebius eval` and `moebius lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from ..arguments import Commands, add_command, add_run_argument
 
 if TYPE_CHECKING:
     from ...evaluation.restore import Restored
+    from ...evaluation.zero_shot import ZeroShotReport
 
 _ONE_OF = ("tasks", "score", "stride", "prompt")
 _OF_TASKS = ("data", "limit", "context", "too_long", "per_item", "json")
@@ -143,14 +145,14 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--cache-loops {options.cache_loops} must be at least 1, and needs --prompt"
         )
+    for name in _OF_TASKS:
+        if options.tasks is None and getattr(options, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} needs --tasks: name the tasks to score, or omit it")
     if options.loops is not None and len(options.loops) > 1:
         return _over_loops(options)
     if options.tasks is not None:
         return _tasks(options)
-    for name in _OF_TASKS:
-        if getattr(options, name) not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} needs --tasks: name the tasks to score, or omit it")
     if options.prompt is not None:
         _write(options)
     elif options.score is not None:
@@ -185,17 +187,8 @@ def _over_loops(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"{option} takes one number of --loops: {options.loops[0]}, for example"
             )
-    tasks = [] if options.tasks is None else [name for name in options.tasks.split(",") if name]
-    if tasks and options.data is None:
-        raise ValueError("--tasks needs --data: the folder of the task files, or hub")
-    found = measure_over_loops(
-        options.run_dir,
-        options.loops,
-        step=options.step,
-        tasks=tasks,
-        data=options.data,
-        limit=options.limit,
-    )
+    scores = None if options.tasks is None else partial(_scores, options)
+    found = measure_over_loops(options.run_dir, options.loops, step=options.step, scores=scores)
     console = Console()
     console.print(table_of(found))
     console.print(f"picture: {draw(found, options.run_dir)}", soft_wrap=True, highlight=False)
@@ -208,15 +201,27 @@ def _tasks(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from .evaluate_report import plain_report, render_report
+
+    report = _scores(options, _loops(options))
+    if report is None:  # only rank 0 has it
+        return 0
+    if options.json:
+        print(json.dumps(plain_report(report), indent=2))
+    else:
+        Console().print(render_report(report))
+    return 0
+
+
+def _scores(options: argparse.Namespace, loops: int | None) -> "ZeroShotReport | None":
     from ...evaluation.tasks.items import HUB
     from ...evaluation.zero_shot import measure_tasks
     from ..console import progress_bars
-    from .evaluate_report import plain_report, render_report
 
     if options.data is None:
         raise ValueError("--tasks needs --data: the folder of the task files, or hub")
     with progress_bars(of_rows=True) as on_task:
-        report = measure_tasks(
+        return measure_tasks(
             options.run_dir,
             [name for name in options.tasks.split(",") if name],
             options.data if options.data == HUB else Path(options.data),
@@ -227,16 +232,9 @@ def _tasks(options: argparse.Namespace) -> int:
             draws=options.draws,
             seed=options.seed,
             per_item=options.per_item,
-            loops=_loops(options),
+            loops=loops,
             on_task=on_task,
         )
-    if report is None:  # only rank 0 has it
-        return 0
-    if options.json:
-        print(json.dumps(plain_report(report), indent=2))
-    else:
-        Console().print(render_report(report))
-    return 0
 
 
 def _measure(options: argparse.Namespace) -> None:

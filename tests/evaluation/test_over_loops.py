@@ -29,6 +29,7 @@ def test_the_trained_number_of_loops_has_the_runs_own_loss(bytes_run, tmp_path):
         (["--loops", "1,2", "--prompt", "a"], "--prompt takes one number of --loops"),
         (["--loops", "2", "--stride", "8"], "--loops and --stride cannot be combined"),
         (["--loops", "1,2", "--tasks", "all"], "--tasks needs --data"),
+        (["--loops", "1,2", "--context", "20"], "--context needs --tasks"),
         (
             ["--loops", "1,2", "--exit", "kl=1"],
             "--exit measures the loss, with one number of loops",
@@ -57,6 +58,14 @@ def test_sequences_that_leave_early_are_measured_with_their_loops(bytes_run, moe
     assert (whole.loops, early.loops) == (trained, 1)
     assert whole.loss == measure(bytes_run).result.loss
     assert early.loss == measure(bytes_run, loops=1).result.loss
+
+
+def test_a_text_is_written_with_any_number_of_loops(bytes_run, moebius):
+    [once, trained, default] = [
+        moebius("eval", str(bytes_run), "--prompt", "abc", "--temperature", "0", *given).text
+        for given in (["--loops", "1"], ["--loops", "2"], [])
+    ]
+    assert once != trained == default
 
 
 def test_a_cache_that_loops_share_writes_another_text(bytes_run, moebius):

@@ -121,6 +121,18 @@ def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> Non
         assert words in answer.text
 
 
+def test_tasks_over_loops_are_those_of_every_number(bytes_run: Path, evaluate: Command) -> None:
+    words = "--tasks", "lambada", "--context", 12, "--too-long", "skip"
+    table = evaluate(bytes_run, *words, "--loops", "1,3").out
+    shown = set()
+    for loops in (1, 3):
+        found = json.loads(evaluate(bytes_run, *words, "--loops", loops, "--json").out)
+        shown.add(f"{found['tasks']['lambada']['metrics']['perplexity']['value']:.4f}")
+        [row] = [line.split() for line in table.splitlines() if line.split()[:1] == [str(loops)]]
+        assert shown & set(row)
+    assert len(shown) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

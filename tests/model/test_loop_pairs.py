@@ -1,5 +1,7 @@
 """Looped recipes and their unlooped partners are equal in the budget that was asked for."""
 
+from pathlib import Path
+
 import pytest
 
 from moebius.cli.main import main
@@ -40,6 +42,14 @@ def test_layers_keep_their_place() -> None:
     assert partner.num_layers == 10
     assert partner.sparse_members == tuple(range(1, 9))
     assert resolve("huginn_moe@unlooped-parameters", (), RECIPES).model.sparse_members == (1, 2)
+
+
+def test_a_file_changes_the_partner_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('recipe = "huginn_moe@unlooped"\ntrain.steps = 7\n')
+    partner = resolve("huginn_moe@unlooped", (), RECIPES)
+    found = resolve(str(file), (), RECIPES)
+    assert (found.model, found.train.steps) == (partner.model, 7)
 
 
 def test_changes_are_made_before_the_pair() -> None:

@@ -110,6 +110,8 @@ def _recipe_values(
     name: str, recipes: Mapping[str, Callable[[], Config]], *, where: str
 ) -> dict[str, Any]:
     """Returns the plain values of a recipe from the table or of `package.module:function`."""
+    if "@unlooped" in name:
+        return resolve(name, (), recipes).model_dump(mode="json")
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
     if not is_own(name):
