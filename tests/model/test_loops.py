@@ -6,6 +6,7 @@ arXiv 2510.25741, eq. 4.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.recompute import Recompute
 from moebius.model.loops.depth import PassDepth
 from moebius.model.loops.exits import exit_log_probabilities
-from moebius.model.loops.program import Loops
+from moebius.model.loops.program import DecayInjection, Loops
 from moebius.model.transformer import Transformer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -302,9 +303,12 @@ def test_huginn_has_the_official_logits_loss_state_and_gradients(name, dropped, 
     golden.check(model, recorded, logits)
 
 
-@pytest.mark.parametrize("name", ["huginn_tiny", "huginn_tiny_untied"])
-def test_huginn_has_the_official_logits_at_every_depth(name):
-    golden = Huginn(name)
+@pytest.mark.parametrize(
+    "recording",
+    [partial(Huginn, "huginn_tiny"), partial(Huginn, "huginn_tiny_untied"), Parcae, Ouro],
+)
+def test_logits_are_the_public_ones_at_every_depth(recording):
+    golden = recording()
     model = golden.model(golden.config).eval()
     depths = sorted(int(key.removeprefix("eval/r")) for key in golden.values if key[:6] == "eval/r")
     assert depths[-1] == 16
@@ -314,35 +318,44 @@ def test_huginn_has_the_official_logits_at_every_depth(name):
         torch.testing.assert_close(logits, golden.tensor(f"eval/r{depth}"), **CLOSE)
 
 
-@pytest.mark.parametrize(("dropped", "kept"), [(3, 2), (0, 4)])
-def test_parcae_has_the_public_logits_loss_and_gradients(dropped, kept):
+@pytest.mark.parametrize(
+    ("recorded", "kept", "depths"),
+    [
+        *(("n3k2", 2, (5,)), ("n0k4", 4, (4,)), ("n0k1", 1, (1,))),
+        *(("own5-1", 2, (5, 1)), ("own2-4", 2, (2, 4))),  # every sequence has its depth
+    ],
+)
+def test_parcae_has_the_public_logits_loss_state_and_gradients(recorded, kept, depths):
     golden = Parcae()
     model = golden.model(golden.config.changed({"loops.depth.gradient_loops": kept}))
-    model.num_loops = dropped + kept
+    model.num_loops = max(depths)
+    if len(depths) > 1:
+        model.training_depth = own_depths(model, *depths)
+    seen: list[Tensor] = []
+    assert isinstance(model.loops.injection, DecayInjection)
+    model.loops.injection.output.register_forward_pre_hook(
+        lambda module, given: seen.append(given[0])
+    )
     logits = model(golden.inputs).logits_BSV
-    torch.testing.assert_close(logits, golden.tensor(f"n{dropped}k{kept}/logits"), **CLOSE)
-    golden.check(model, f"n{dropped}k{kept}/", logits)
+    torch.testing.assert_close(logits, golden.tensor(f"{recorded}/logits"), **CLOSE)
+    torch.testing.assert_close(seen[0], golden.tensor(f"{recorded}/latent"), **CLOSE)
+    golden.check(model, f"{recorded}/", logits)
 
 
-@pytest.mark.parametrize("depth", [1, 8])
-def test_parcae_has_the_public_logits_in_evaluation(depth):
-    golden = Parcae()
-    model = golden.model(golden.config).eval()
-    model.num_loops = depth
-    logits = model(golden.inputs).logits_BSV
-    torch.testing.assert_close(logits, golden.tensor(f"eval/r{depth}"), **CLOSE)
-
-
-def test_ouro_has_the_public_logits_gates_loss_and_gradients():
+def test_ouro_has_the_public_logits_states_gates_loss_and_gradients():
     golden = Ouro()
     model = golden.model(golden.config)
     for loop, expected in enumerate(golden.tensor("logits")):
         model.num_loops = loop + 1
         torch.testing.assert_close(model(golden.inputs).logits_BSV, expected, **CLOSE)
     gates: list[Any] = []
+    states: list[Tensor] = []
     assert model.loops.exit_gate is not None
+    assert model.final_norm is not None
     model.loops.exit_gate.register_forward_hook(lambda module, given, gate: gates.append(gate))
+    model.final_norm.register_forward_hook(lambda module, given, state: states.append(state))
     output = model(golden.inputs, targets_BS=golden.targets)
+    torch.testing.assert_close(torch.stack(states), golden.tensor("latent"), **CLOSE)
     torch.testing.assert_close(torch.stack(gates), golden.tensor("gates"), **CLOSE)
     log_p = exit_log_probabilities(gates)
     torch.testing.assert_close(log_p.exp(), golden.tensor("exit"), **CLOSE)
