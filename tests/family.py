@@ -10,6 +10,7 @@ from torch import Tensor
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
+from moebius.model.loops.depth import PassDepth
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 from moebius.train.recipes.family import FAMILY
@@ -17,6 +18,40 @@ from moebius.train.recipes.family import FAMILY
 NAMES = tuple(FAMILY)
 VOCABULARY = 61
 NOTHING: Mapping[str, Any] = {}
+
+# Every key of a loop program
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "add from zero": ("huginn_moe", {"loops.inject": "add", "loops.start": "zero"}),
+    "linear from the embedding": ("huginn_moe", {"loops.start": "embedding"}),
+    "linear, every gradient": ("huginn_moe", {"loops.depth.gradient_loops": None}),
+    "decay, one gradient": ("parcae_moe", {"loops.depth.gradient_loops": 1}),
+    "a vector per loop": ("moeut_sandwich", {"loops.condition": "embedding"}),
+    "scale and shift per loop": ("huginn_moe", {"loops.condition": "scale_shift"}),
+    "scaled residuals": ("moeut_sandwich", {"loops.residual_scale": 0.5}),
+    "scaled sandwich": ("huginn_moe", {"loops.residual_scale": 0.5}),
+    "norm in every loop": ("moeut_sandwich", {"loops.final_norm": "every_loop"}),
+    "norm around the coda": ("middle_half_twice", {"loops.final_norm": "around_coda"}),
+    "no coda": (
+        "ouro_moe",
+        {
+            "num_layers": 7,
+            "layers_per_group": 3,
+            "loops.prelude": 1,
+            "loops.inject": "add",
+            "loops.exit_entropy": None,
+        },
+    ),
+    "losses of three loops": (
+        "huginn_moe",
+        {"loops.read_out": (1, 3), "loops.depth": {}},
+    ),
+    "losses of every loop": ("ouro_moe", {"loops.exit_entropy": 0.1}),
+    "each loop balanced": ("moeut_sandwich", {"loops.balance": "each"}),
+    "dense prelude": ("moeut_sandwich", {"feed_forward.sparse_layers": (1, 2, 3)}),
+}
+LEAVING = [  # the others are refused: R is no sequence's own, or every loop has a loss
+    name for name in PROGRAMS if not name.startswith(("scaled", "losses", "each loop"))
+]
 
 
 def some_tokens(*shape: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
@@ -91,3 +126,23 @@ def make_uneven(model: Transformer, *, common: float = 1.0, seed: int = 0) -> Tr
     )
     model.embedding.add_(shared.to(model.embedding.dtype))
     return model
+
+
+def program(name: str) -> Transformer:
+    """Builds one of PROGRAMS with a condition that does something, in float64."""
+    recipe, changes = PROGRAMS[name]
+    model = make_uneven(tiny_model(recipe, changes)).double()
+    generator = torch.Generator().manual_seed(4)
+    for key, value in model.named_parameters():
+        if "condition" in key or "injection" in key:
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            value.data.add_(0.1 * noise)
+    return model
+
+
+def own_depths(model: Transformer, *depths: int, others: tuple[int, ...] = ()) -> PassDepth:
+    """Returns a pass in which every sequence has its depth, beside those of other ranks."""
+    depth = model.config.loops.depth
+    first = [depth.first_with_gradient(each) for each in (*depths, *others)]
+    kept = [each - own for each, own in zip((*depths, *others), first, strict=True)]
+    return PassDepth(max(first) + max(kept), max(first), depths, depth.gradient_loops)

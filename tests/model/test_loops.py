@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from family import VOCABULARY, make_uneven, tiny_model
+from family import LEAVING, PROGRAMS, VOCABULARY, own_depths, program, tiny_model
 from shared import shared_folder
 from torch import Tensor
 
@@ -383,48 +383,7 @@ def test_ouro_has_the_public_gradients_of_the_last_loop_alone():
 
 # What every key must keep
 
-PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "add from zero": ("huginn_moe", {"loops.inject": "add", "loops.start": "zero"}),
-    "linear from the embedding": ("huginn_moe", {"loops.start": "embedding"}),
-    "linear, every gradient": ("huginn_moe", {"loops.depth.gradient_loops": None}),
-    "decay, one gradient": ("parcae_moe", {"loops.depth.gradient_loops": 1}),
-    "a vector per loop": ("moeut_sandwich", {"loops.condition": "embedding"}),
-    "scale and shift per loop": ("huginn_moe", {"loops.condition": "scale_shift"}),
-    "scaled residuals": ("moeut_sandwich", {"loops.residual_scale": 0.5}),
-    "scaled sandwich": ("huginn_moe", {"loops.residual_scale": 0.5}),
-    "norm in every loop": ("moeut_sandwich", {"loops.final_norm": "every_loop"}),
-    "norm around the coda": ("middle_half_twice", {"loops.final_norm": "around_coda"}),
-    "no coda": (
-        "ouro_moe",
-        {
-            "num_layers": 7,
-            "layers_per_group": 3,
-            "loops.prelude": 1,
-            "loops.inject": "add",
-            "loops.exit_entropy": None,
-        },
-    ),
-    "losses of three loops": (
-        "huginn_moe",
-        {"loops.read_out": (1, 3), "loops.depth": {}},
-    ),
-    "losses of every loop": ("ouro_moe", {"loops.exit_entropy": 0.1}),
-    "each loop balanced": ("moeut_sandwich", {"loops.balance": "each"}),
-    "dense prelude": ("moeut_sandwich", {"feed_forward.sparse_layers": (1, 2, 3)}),
-}
 POSITIONS = 7
-
-
-def program(name: str) -> Transformer:
-    """With a condition that does something, in float64."""
-    recipe, changes = PROGRAMS[name]
-    model = make_uneven(tiny_model(recipe, changes)).double()
-    generator = torch.Generator().manual_seed(4)
-    for key, value in model.named_parameters():
-        if "condition" in key or "injection" in key:
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            value.data.add_(0.1 * noise)
-    return model
 
 
 def some_tokens(seed: int = 1, num_sequences: int = 3) -> Tensor:
@@ -537,19 +496,6 @@ class Masked(Loops):
         return [final_norm(x_BSD)], []
 
 
-def own_depths(model: Transformer, *depths: int, num_loops: int = 0) -> PassDepth:
-    """A pass in which every sequence has its depth; the pass may be longer, for other ranks."""
-    first = [model.config.loops.depth.first_with_gradient(each) for each in depths]
-    kept = [depth - each for depth, each in zip(depths, first, strict=True)]
-    loops = max(max(first) + max(kept), num_loops)
-    return PassDepth(loops, max(first), depths, model.config.loops.depth.gradient_loops)
-
-
-LEAVING = [  # the others are refused: R is no sequence's own, or every loop has a loss
-    name for name in PROGRAMS if not name.startswith(("scaled", "losses", "each loop"))
-]
-
-
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", LEAVING)
@@ -615,10 +561,10 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
 def test_loops_that_no_sequence_needs_change_nothing(name, mode):
     """Another rank may need them, so this one takes part in their exchanges without a row."""
     found = []
-    for num_loops in (0, 7):
+    for others in ((), (7,)):
         model = program(name)
         model.recompute_layers(mode)
-        model.training_depth = own_depths(model, 1, 2, num_loops=num_loops)
+        model.training_depth = own_depths(model, 1, 1, others=others)
         torch.manual_seed(0)
         output = model(some_tokens(1, 2), targets_BS=some_tokens(2, 2))
         (output.cross_entropy + output.regularisation_B.sum()).backward()
