@@ -20,8 +20,9 @@ from .fit import LoopFit, fit
 from .study import COMPARISONS, SWEEP_SEED, Report, best_rates, ends, train_all, with_rates
 
 FILE = COMPARISONS / "loops.toml"
-WIDTHS = (24, 40, 64)
-RATES = (0.008, 0.016, 0.032, 0.064)
+_RATES = (0.008, 0.016, 0.032, 0.064)
+RATES = {24: _RATES, 40: _RATES, 64: (0.004, *_RATES)}  # of the sweep, by width
+WIDTHS = tuple(RATES)
 KINDS = {"dense": "0.46", "moe": "none"}  # and their published φ
 _LAST_SHARE = 0.1  # of the steps, over which measures are means
 
@@ -63,7 +64,7 @@ class TextStudy:
         file = self._file().model_copy(update={"seeds": (SWEEP_SEED,)})
         return {
             rate: self._plan(file, width, f"rate-{rate:g}", f"optim.learning_rate={rate}")
-            for rate in RATES
+            for rate in RATES[width]
         }
 
     def rates(self, width: int) -> dict[str, float]:
