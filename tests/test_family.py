@@ -52,15 +52,12 @@ def rows_of(rank: int) -> Tensor:
 
 
 SWITCHED = "transition, switched"  # what a transition is once it has become a Switch
-BY_LOOP = "moeut_sandwich, by loop"  # each loop has its loss and its balance
 
 
 def at(name: str) -> tuple[str, int, dict[str, Any]]:
     """Returns the recipe of that name, the optimizer steps to test it at, and what is changed."""
     if name == SWITCHED:
         return "transition", 10**9, {}
-    if name == BY_LOOP:
-        return "moeut_sandwich", 0, {"loops.read_out": (1,), "loops.balance": "each"}
     return name, 0, WITHOUT_CHANCE.get(name, {})
 
 
@@ -166,7 +163,7 @@ def differences_on_ranks(
 def test_expert_parallelism_changes_no_loss_and_no_gradient(
     dtype: torch.dtype, degrees: tuple[int, ...], tolerance: float, tmp_path: Path
 ) -> None:
-    names = MAGNIFIES if dtype is torch.float64 else (*NAMES, SWITCHED, BY_LOOP)
+    names = MAGNIFIES if dtype is torch.float64 else (*NAMES, SWITCHED)
     for name in names:
         recipe, _, changes = at(name)
         start = make_uneven(tiny_model(recipe, changes)).state_dict()
@@ -221,6 +218,33 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(
     expected, found = logged(whole), logged(parted)
     assert list(expected) == [1, 2, 3, 4]
     assert found == {step: expected[step] for step in (3, 4)}
+
+
+def test_a_depth_that_changes_is_resumed_and_equals_runs_of_fixed_depths(
+    data: Path, tmp_path: Path
+) -> None:
+    """Four loops for two steps, then two: resumed in between, or with another R from there on."""
+    whole, resumed, parted = (tmp_path / name for name in ("whole", "resumed", "parted"))
+
+    def go(run_dir: Path, num_layers: int, *, steps: int = 4, **depth: Any) -> dict[int, dict]:
+        model = {"num_layers": num_layers, "initialisation.kind": "scaled", "loops.depth": depth}
+        config = run_config("moeut_sandwich", data, steps=steps)
+        config = config.model_copy(update={"model": config.model.changed(model)})
+        run_dir.mkdir(exist_ok=True)
+        assert train(config, run_dir) == "finished"
+        return logged(run_dir)
+
+    growing = {"kind": "growing", "values": (4, 4, 2), "stage_steps": 1}
+    expected = go(whole, 6, **growing)
+    loops = [line["auxiliary_losses"]["loops"] for line in expected.values()]
+    assert loops == [4, 4, 2, 2]
+    midway = "checkpoints/step_00000002"
+    shutil.copytree(whole / midway, resumed / midway)
+    assert go(resumed, 6, **growing) == {step: expected[step] for step in (3, 4)}
+    go(parted, 10, steps=2)
+    for step, line in go(parted, 6).items():
+        for name in ("loss", "regularisation", "grad_norm"):
+            assert line[name] == expected[step][name]
 
 
 def test_every_recipe_of_the_family_can_be_placed_on_four_ranks() -> None:

@@ -7,6 +7,7 @@ arXiv 2510.25741, eq. 4.
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -397,11 +398,20 @@ def logits_of(model: Transformer, tokens: Tensor) -> Tensor:
         return model(tokens).logits_BSV
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("training", [True, False])
-def test_no_later_position_and_no_other_sequence_changes_anything(name, training):
-    model, tokens = program(name).train(training), some_tokens()
+@pytest.mark.sample(14)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *product(PROGRAMS, ["evaluation", "training", "another depth"]),
+        *product(LEAVING, ["own depths"]),
+    ],
+)
+def test_no_later_position_and_no_other_sequence_changes_anything(name, mode):
+    model, tokens = program(name).train(mode != "evaluation"), some_tokens()
+    if mode == "own depths":
+        model.training_depth = own_depths(model, 3, 1, 5)
+    if mode == "another depth":  # growing or drawn
+        model.training_depth = PassDepth(5, model.config.loops.depth.first_with_gradient(5))
     before = logits_of(model, tokens)
     for cut in range(1, POSITIONS):
         other = tokens.clone()

@@ -14,6 +14,7 @@ from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.train import micro_batches
 from moebius.train import run as run_module
 from moebius.train.__main__ import main as rank_main
 from moebius.train.config.run_config import Config, ConfigError, MeshConfig, TrainConfig
@@ -62,6 +63,8 @@ def differ(config: Config, difference: str) -> Config:
             raise ValueError("there is no C++ compiler")
 
         run_module.resolve_backend = cannot
+    if difference == "loops":
+        micro_batches.loops_of = lambda depth, mean, seed, step, sequence: mean + step % 2
     if difference == "model":
         built = run_module.build_model
 
@@ -82,6 +85,7 @@ def differ(config: Config, difference: str) -> Config:
             "kernels.backend on the rank's machine: segments on rank 0; there is no C++ compiler "
             "on rank 1",
         ),
+        ("loops", "loops of the first steps: 2 2 2"),
         ("model", "w_up: [4, 16, 8] float32 on rank 0; [4, 16, 16] float32 on rank 1"),
     ],
 )
