@@ -276,7 +276,8 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         attention = {"positions": {"kind": "none"}, **model["attention"]}
         table = rotary_table(position_BS, attention, wide(x_BSD).dtype)
         schedule = self.config.schedule(num_loops)
-        filled = 0 if cache is None else sum(each.get_seq_length() > 0 for each in cache.layers)
+        steps = range(0 if cache is None else len(cache.layers))
+        filled = sum(cache is not None and cache.get_seq_length(step) > 0 for step in steps)
         if filled not in (0, len(schedule)):
             raise ValueError(
                 f"the cache has {filled} depth steps, and this pass has {len(schedule)}: continue a "

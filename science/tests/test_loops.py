@@ -61,7 +61,7 @@ def test_arms_on_tasks_are_as_equal_as_their_labels_say(task, tmp_path):
 
 def test_steps_are_of_the_first_evaluation_at_the_threshold():
     def run(seed: int, *losses: float) -> RunResult:
-        curve = tuple((50 * index, loss) for index, loss in enumerate(losses))
+        curve = [(50 * index, loss) for index, loss in enumerate(losses)]
         return RunResult("fixed", seed, 100, losses[-1], curve, 0.1, 1.0, {}, ("c",))
 
     found = steps_of("fixed", [run(0, 5.0, 0.2, 0.3), run(1, 5.0, 1.0, 0.21)])
