@@ -188,7 +188,7 @@ class Transformer(nn.Module):
             read_out, added = self._loss(rows, gates, targets_BS, counted_C, counted_BS)
             if self.depth_losses:
                 read = partial(self._read_state, targets_BS=targets_BS, counted_C=counted_C)
-                states = tuple(steps.states)
+                states = tuple(steps.states[index] for index in sorted(steps.states))
                 seen = DepthStates(states, tokens_BS, targets_BS, loss_mask_BS, read)
                 added |= {loss.name: (loss.weight, loss.value(seen)) for loss in self.depth_losses}
             for name, (weight, value_B) in added.items():
@@ -432,7 +432,8 @@ class _DepthSteps:
             documents = context.documents
             real_BS = None if documents is None else documents.real_BS
             self.measures = LoopMeasures(batch_size, real_BS)
-        self.states: list[Tensor] = []  # only losses on depth steps need them
+        # by depth step, of its last run; only losses on depth steps need them
+        self.states: dict[int, Tensor] = {}
 
     def apply(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
         """Applies one layer to all sequences."""
@@ -458,7 +459,7 @@ class _DepthSteps:
         self.done.append(step)
         self.reports.append(report if live is None else _of_batch(report, live, self._batch_size))
         if self._keeps_states:
-            self.states.append(x_BSD)
+            self.states[step.index] = x_BSD
         return x_BSD
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moebius.model.balance import RouterReport
 from moebius.model.documents import mark_documents
+from moebius.model.execution.depth_losses import DepthStates, WeightedLoss
 from moebius.model.loops.depth import PassDepth
 from moebius.model.loops.exits import ExitRule, exit_log_probabilities
 from moebius.model.transformer import Transformer
@@ -230,6 +231,23 @@ def test_a_rule_that_a_model_cannot_follow_is_refused(recipe, rule, message):
 def loss_of(model: Transformer) -> Tensor:
     torch.manual_seed(0)  # the state before the first loop
     return model(some_tokens(), targets_BS=some_tokens(seed=2)).cross_entropy
+
+
+def test_a_coda_that_runs_after_several_loops_is_one_depth_step_for_losses_on_states():
+    """Its state is that of the last loop."""
+    seen: list[DepthStates] = []
+
+    def loss(states: DepthStates) -> Tensor:
+        seen.append(states)
+        return states.tokens_BS.new_zeros(len(states.tokens_BS), dtype=torch.float32)
+
+    for values in ({}, {"loops.read_out": (1, 4)}):
+        model = looped("huginn_moe", {"loops.depth": {}, **values})
+        model.depth_losses = (WeightedLoss("own:loss", 1.0, loss),)
+        loss_of(model)
+    plain, reads = (each.states_L for each in seen)
+    assert len(plain) == len(reads) == model.config.num_layers
+    assert all(map(torch.equal, plain, reads))
 
 
 def test_the_loss_of_chosen_loops_is_their_mean():
