@@ -1,6 +1,6 @@
 """What a drawn depth costs beside a fixed one of equal mean.
 
-    python -m benchmarks.loops [--rounds 12]
+    python -m benchmarks.loops [--rounds 4]
 
 Times forward and backward passes of `huginn_moe` on one process, three arms one after another in
 every round, because the machine's speed drifts:
@@ -8,7 +8,7 @@ every round, because the machine's speed drifts:
   step       one depth for all sequences of a step, equal on average: 2, 3, 4, 5, 6
   sequence   a depth for every sequence, 1 to 16, 4 on average
 Sequences have 128 and 256 positions. Goals: step ÷ fixed ≤ 1.05, sequence ÷ fixed ≤ 1.10. Writes
-results/loops.json; takes 8 minutes on 2 cores.
+results/loops.json; takes 3 minutes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OF_SEQUENCE = (16, 9, 7, 6, 5, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     assert statistics.fmean(OF_STEP) == statistics.fmean(OF_SEQUENCE) == LOOPS
     torch.set_num_threads(1)
