@@ -129,7 +129,7 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     lines = [each for each in moebius.history(run_dir).records() if each["kind"] == "train"]
     found: dict[str, list[float]] = defaultdict(list)
     for line in lines[-max(1, round(_LAST_SHARE * len(lines))) :]:
-        for name, value in line["auxiliary_losses"].items():
+        for name, value in line.get("auxiliary_losses", {}).items():
             if name.startswith(("kept_experts/", "routing_divergence/")):
                 found[name].append(value)
     return {name: fmean(values) for name, values in found.items()}
