@@ -184,7 +184,7 @@ class Transformer(nn.Module):
         if exits is not None and exits.loops_B is not None:
             auxiliary["loops"] = exits.loops_B
         if self.training and targets_BS is not None:
-            counted_BS = real_BS if loss_mask_BS is None else loss_mask_BS.to(tokens_BS.device)
+            counted_BS = real_BS if loss_mask_BS is None else loss_mask_BS
             read_out, added = self._loss(rows, gates, targets_BS, counted_C, counted_BS)
             if self.depth_losses:
                 read = partial(self._read_state, targets_BS=targets_BS, counted_C=counted_C)
@@ -346,6 +346,8 @@ class Transformer(nn.Module):
         def loss_of(rows_BSD: Tensor, share_BS: Tensor) -> Tensor:
             return self.read_out(rows_BSD, targets_BS, counted_C, share_BS)
 
+        if counted_BS is not None:
+            counted_BS = counted_BS.to(targets_BS.device)
         loss, entropy_BS, loops_BS = expected_loss(gates, rows, loss_of)
         weight = -(self.config.loops.exit_entropy or 0.0)
         return loss, {

@@ -4,8 +4,8 @@ loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local se
 regularisation ÷ global sequences, global meaning all ranks and accumulation steps. Every reduction
 of gradients is therefore a plain sum, without 1/dp, 1/ep or 1/steps. With a loss mask only counted
 targets are tokens here (train/micro_batches.py counts them); regularisation covers all tokens,
-because experts serve prompts and answers alike, but for the entropy of the exits, which belongs to
-the counted losses.
+because experts serve prompts and answers alike, except for the entropy of exits, which is that of
+counted targets.
 """
 
 from dataclasses import dataclass

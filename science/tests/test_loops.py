@@ -48,13 +48,16 @@ def test_fit_refuses_too_few_arms():
         fit(LAYER[:3], LOOPS[:3], made_up(0.46, 0.01, 0)[:3])
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_arms_on_tasks_are_as_equal_as_their_labels_say(task, tmp_path):
+@pytest.mark.parametrize(("task", "fewer"), [("p_hop", 0.0), ("permutation_words", 0.0107)])
+def test_arms_on_tasks_are_as_equal_as_the_protocol_says(task, fewer, tmp_path):
+    assert task in TASKS
     study = TaskStudy(task, tmp_path, (), 1)
     arms = {arm.name: arm.size for arm in study.sweep()[RATES[0]].arms}
     fixed = arms.pop("fixed")
     flops = arms.pop("dense_flops").flops.forward
-    assert flops == pytest.approx(fixed.flops.forward, rel=0.011)
+    assert flops == pytest.approx(
+        (1 - fewer) * fixed.flops.forward, rel=0.01 if not fewer else 1e-3
+    )
     for size in arms.values():
         assert size.parameters.total == pytest.approx(fixed.parameters.total, rel=0.01)
 

@@ -46,6 +46,18 @@ def test_a_section_of_another_kind_takes_the_place_of_the_old_one() -> None:
     }
 
 
+def test_a_section_whose_kinds_share_their_keys_keeps_them() -> None:
+    depth = ModelConfig().changed(
+        {"loops.inject": "add", "loops.depth": {"kind": "poisson", "gradient_loops": 2}}
+    )
+    fixed = depth.changed({"loops.depth.kind": "fixed"})
+    assert (fixed.loops.depth.kind, fixed.loops.depth.gradient_loops) == ("fixed", 2)
+    merged = merge(
+        {"optim": {"kind": "adamw", "learning_rate": 1}}, {"optim": {"kind": "own:o"}}, {}
+    )
+    assert merged == {"optim": {"kind": "own:o", "learning_rate": 1}}
+
+
 def test_a_value_has_no_keys() -> None:
     values = {"train": {"steps": 5}}
     with pytest.raises(ValueError, match=r"train\.steps is not a section"):

@@ -150,7 +150,7 @@ class Config(BaseModel):
         if first >= self.train.steps:
             raise ValueError(
                 f"model.loops.depth.stage_steps={depth.stage_steps} reaches the R={loops} loops of "
-                f"evaluation at step {first}, and train.steps={self.train.steps}: make stages shorter"
+                f"evaluation at step {first}, and train.steps={self.train.steps}: make the stages shorter"
             )
         return self
 
