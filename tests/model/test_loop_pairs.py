@@ -44,12 +44,11 @@ def test_layers_keep_their_place() -> None:
     assert resolve("huginn_moe@unlooped-parameters", (), RECIPES).model.sparse_members == (1, 2)
 
 
-def test_a_file_changes_the_partner_that_it_names(tmp_path: Path) -> None:
+def test_a_file_changes_its_recipe_before_the_pair(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('recipe = "huginn_moe@unlooped"\ntrain.steps = 7\n')
-    partner = resolve("huginn_moe@unlooped", (), RECIPES)
-    found = resolve(str(file), (), RECIPES)
-    assert (found.model, found.train.steps) == (partner.model, 7)
+    file.write_text('recipe = "huginn_moe@unlooped"\nmodel.num_layers = 18\ntrain.steps = 7\n')
+    changes = ["model.num_layers=18", "train.steps=7"]
+    assert resolve(str(file), (), RECIPES) == resolve("huginn_moe@unlooped", changes, RECIPES)
 
 
 def test_changes_are_made_before_the_pair() -> None:

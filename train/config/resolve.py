@@ -20,6 +20,8 @@ from .run_config import Config
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
+_ARM = "@"  # beside the sections of a file whose recipe is RECIPE@unlooped
+
 
 def resolve(
     name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]
@@ -37,8 +39,10 @@ def resolve(
     if at and arm.startswith("unlooped"):
         return _unlooped(resolve(base, overrides, recipes), arm, origin=name_or_file)
     values, given = _base_values(name_or_file, recipes)
+    arm = values.pop(_ARM, None)  # of the file's recipe; the pair is made last
     _take_from_folder(values, given, overrides)
-    return _built_with(values, overrides, origin=name_or_file)
+    config = _built_with(values, overrides, origin=name_or_file)
+    return config if arm is None else _unlooped(config, str(arm), origin=name_or_file)
 
 
 def _unlooped(config: Config, arm: str, *, origin: str) -> Config:
@@ -110,8 +114,9 @@ def _recipe_values(
     name: str, recipes: Mapping[str, Callable[[], Config]], *, where: str
 ) -> dict[str, Any]:
     """Returns the plain values of a recipe from the table or of `package.module:function`."""
-    if "@unlooped" in name:
-        return resolve(name, (), recipes).model_dump(mode="json")
+    base, at, arm = name.rpartition("@")
+    if at and arm.startswith("unlooped"):
+        return _recipe_values(base, recipes, where=where) | {_ARM: arm}
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
     if not is_own(name):
