@@ -430,10 +430,10 @@ class _DepthSteps:
         self.reports: list[dict[str, RouterReport]] = []  # of `done`
         compares = model.measures_loops and model.training and model.config.order == "abab"
         self.measures = None
-        if compares and model.halting is None and depth.of_sequence is None and depth.num_loops > 1:
+        if compares and model.halting is None and model.config.num_repeats > 1:
             documents = context.documents
             real_BS = None if documents is None else documents.real_BS
-            self.measures = LoopMeasures(batch_size, real_BS)
+            self.measures = LoopMeasures(depth, batch_size, real_BS)
         # by depth step, of its last run; only losses on depth steps need them
         self.states: dict[int, Tensor] = {}
 

@@ -7,6 +7,7 @@ functions, so no version of a library changes them.
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -30,6 +31,9 @@ class PassDepth:
     no_gradient: int = 0  # of these, counted from the first
     of_sequence: tuple[int, ...] | None = None  # on this rank; None: all make `num_loops`
     kept: int | None = None  # loops of a sequence that have a gradient; None: all
+    shares: tuple[
+        float, ...
+    ] = ()  # of the step's sequences that make each loop; (): as in the pass
 
     def live(self, loop: int) -> list[int] | None:
         """Returns the sequences that take part in a loop of the pass; None: all."""
@@ -69,7 +73,7 @@ def depths_of_step(
     drawn = [
         loops_of(depth, mean, seed, step, sequence) for sequence in range(num_ranks * passes * rows)
     ]
-    found = []
+    found, shares = [], shares_making(drawn)
     for index in range(passes):
         by_rank = [
             drawn[first * rows : (first + 1) * rows]
@@ -78,8 +82,14 @@ def depths_of_step(
         together = [each for own in by_rank for each in own]
         without = max(map(depth.first_with_gradient, together))
         with_gradient = max(each - depth.first_with_gradient(each) for each in together)
-        found.append(PassDepth(without + with_gradient, without, tuple(by_rank[rank]), kept))
+        own = tuple(by_rank[rank])
+        found.append(PassDepth(without + with_gradient, without, own, kept, shares))
     return found
+
+
+def shares_making(depths: Sequence[int]) -> tuple[float, ...]:
+    """Returns the share of sequences that make each loop, from the first to the last one made."""
+    return tuple(sum(depth > loop for depth in depths) / len(depths) for loop in range(max(depths)))
 
 
 def loops_of(depth: DepthConfig, mean: int, seed: int, step: int, sequence: int) -> int:

@@ -12,50 +12,71 @@ from torch import Tensor
 
 from ..balance import RouterReport
 from ..config.model_config import DepthStep
+from .depth import PassDepth, shares_making
 from .exits import mean_of_real, state_change
 
 
 class LoopMeasures:
-    """Collects the measures of one pass in which all sequences make every loop."""
+    """Collects the measures of one pass, by sequence and by the loops that it has made."""
 
-    def __init__(self, batch_size: int, real_BS: Tensor | None) -> None:
+    def __init__(self, depth: PassDepth, batch_size: int, real_BS: Tensor | None) -> None:
         """Takes which positions are not padding, bool; None: all."""
-        self._batch_size, self._real_BS = batch_size, real_BS
-        self._found: dict[str, list[Tensor]] = {}
-        self._chosen: dict[int, Tensor] = {}  # by layer, bool (T, E) in its last loop
+        self._depth, self._batch_size, self._real_BS = depth, batch_size, real_BS
+        self._shares = depth.shares or shares_making(depth.of_sequence or (depth.num_loops,))
+        self._sums: dict[str, Tensor] = {}  # over layers, (loop, B)
+        self._chosen: dict[int, Tensor] = {}  # by layer, bool (B, S, E) in a sequence's last loop
 
     def see_state(self, loop: int, before_BSD: Tensor, after_BSD: Tensor) -> None:
-        """Measures how far a loop, counted from 0, has moved the state."""
+        """Measures how far a loop of the pass, counted from 0, has moved the live sequences."""
         change_BS = state_change(before_BSD.detach(), after_BSD.detach())
-        self._add(f"state_change/{loop + 1}", mean_of_real(change_BS, self._real_BS))
+        real_BS = self._real_BS if self._real_BS is None else self._real_BS[self._live(loop)]
+        self._add("state_change", loop, mean_of_real(change_BS, real_BS))
 
     def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
-        """Compares a layer's choices with those of its previous loop."""
+        """Compares a layer's choices with those that the same sequences made in their last loop."""
         if step.loop is None or report is None or report.chosen_TE is None:
             return
-        now_TE, before_TE = report.chosen_TE, self._chosen.get(step.member)
-        self._chosen[step.member] = now_TE
-        if before_TE is None:
+        live = self._live(step.loop)
+        if not live:
             return
-        before_BSE, now_BSE = (
-            each_TE.unflatten(0, (self._batch_size, -1)) for each_TE in (before_TE, now_TE)
-        )
-        loop, chosen_B = step.loop + 1, now_BSE.sum((1, 2)).clamp_min(1)
-        self._add(f"kept_experts/{loop}", (before_BSE & now_BSE).sum((1, 2)) / chosen_B)
+        now_BSE = report.chosen_TE.unflatten(0, (len(live), -1))
+        if step.member not in self._chosen:
+            none_BSE = now_BSE.new_zeros(self._batch_size, *now_BSE.shape[1:])
+            self._chosen[step.member] = none_BSE
+        before_BSE = self._chosen[step.member][live]
+        self._chosen[step.member][live] = now_BSE
+        chosen_B = now_BSE.sum((1, 2)).clamp_min(1)
+        self._add("kept_experts", step.loop, (before_BSE & now_BSE).sum((1, 2)) / chosen_B)
         divergence_B = jensen_shannon(before_BSE.sum(1), now_BSE.sum(1))
-        self._add(f"routing_divergence/{loop}", divergence_B)
+        self._add("routing_divergence", step.loop, divergence_B)
 
     def values(self) -> dict[str, Tensor]:
         """Returns every measure by loop, (B,), as a mean over the layers.
 
         `state_change` is ‖s_r − s_(r−1)‖ / ‖s_r‖, `kept_experts` the share of a token's routes
         whose expert it also chose in the previous loop, and `routing_divergence` the Jensen-Shannon
-        divergence, in nats, between the sequence's loads of the experts in both loops.
+        divergence, in nats, between the sequence's loads of the experts in both loops. A sequence
+        that does not make a loop has 0 there, and the others are scaled up, so that the mean over
+        the step's sequences is that of the sequences that do.
         """
-        return {name: torch.stack(values).mean(0) for name, values in self._found.items()}
+        found = {}
+        for name, sum_RB in self._sums.items():
+            of_state = name == "state_change"
+            num_layers = 1 if of_state else len(self._chosen)
+            for loop in range(0 if of_state else 1, len(self._shares)):
+                found[f"{name}/{loop + 1}"] = sum_RB[loop] / (num_layers * self._shares[loop])
+        return found
 
-    def _add(self, name: str, value_B: Tensor) -> None:
-        self._found.setdefault(name, []).append(value_B)
+    def _live(self, loop: int) -> list[int]:
+        live = self._depth.live(loop)
+        return list(range(self._batch_size)) if live is None else live
+
+    def _add(self, name: str, loop: int, value_B: Tensor) -> None:
+        """Adds the values of the sequences that are live in a loop of the pass."""
+        live = self._live(loop)
+        none_RB = value_B.new_zeros(len(self._shares), self._batch_size)
+        places = [self._depth.place(loop, sequence) for sequence in live]
+        self._sums.setdefault(name, none_RB)[places, live] += value_B
 
 
 def jensen_shannon(first_BE: Tensor, second_BE: Tensor) -> Tensor:

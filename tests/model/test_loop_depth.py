@@ -74,6 +74,9 @@ def test_the_sequences_of_a_step_have_the_same_depths_on_any_number_of_ranks():
         assert own.of_sequence is not None
         assert other.of_sequence is not None
         assert own.num_loops >= max(own.of_sequence + other.of_sequence)
+    every = [depth for each in alone for depth in each.of_sequence or ()]
+    shares = [sum(depth >= loop for depth in every) / 16 for loop in range(1, max(every) + 1)]
+    assert all(list(each.shares) == shares for each in (*alone, *by_rank[0], *by_rank[1]))
 
 
 @pytest.mark.parametrize(

@@ -531,8 +531,9 @@ def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
 
 @pytest.mark.parametrize("name", LEAVING)
 def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
-    """And its losses and gradients; the rows that experts serve are those of the live sequences."""
+    """And its losses, gradients and measures; experts serve the rows of the live sequences."""
     model = program(name)
+    model.measures_loops = True
     experts = model.config.experts
     assert experts is not None
     model.loops.start_state = lambda e_BSD, *given: 0.5 * e_BSD  # pyright: ignore[reportAttributeAccessIssue]
@@ -552,6 +553,15 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
             torch.testing.assert_close(
                 together.regularisation_B[index], alone.regularisation_B[0], rtol=0, atol=1e-6
             )
+        for key in (each for each in together.auxiliary if "/" in each):
+            loop = int(key.rpartition("/")[2])
+            makes = sum(each >= loop for each in depths) / len(depths)
+            expected = alone.auxiliary[key][0] / makes if 1 < depth >= loop else torch.zeros(())
+            if depth > 1 or loop > 1:
+                value = together.auxiliary[key][index]
+                torch.testing.assert_close(value, expected.to(value), rtol=1e-6, atol=1e-9)
+    assert {"state_change/1", "kept_experts/5", "routing_divergence/2"} <= set(together.auxiliary)
+    assert "kept_experts/6" not in together.auxiliary
     for value, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(value.grad, gradient, rtol=1e-9, atol=1e-9)
     rows = together.loads["feed_forward"].load_LN.sum(1) / experts.experts_per_row(POSITIONS)
