@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from ...evaluation.zero_shot import ZeroShotReport
 
 _ONE_OF = ("tasks", "score", "stride", "prompt")
-_OF_TASKS = ("data", "limit", "context", "too_long", "per_item", "json")
+_DEFAULTS = {"tokens": 100, "temperature": 0.8, "draws": 1, "seed": 0}
+_NEEDS = {  # options that only some measurements read
+    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item", "json"), ("tasks",)),
+    **dict.fromkeys(("tokens", "temperature", "cache_loops"), ("prompt",)),
+    "draws": ("tasks", "score"),
+    "seed": ("tasks", "score", "prompt"),
+}
 
 
 def add_commands(commands: Commands) -> None:
@@ -81,24 +87,25 @@ def _add_eval(commands: Commands) -> None:
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
     parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="number of tokens to generate"
+        "--tokens", type=int, metavar="N", help="number of tokens to generate; default: 100"
     )
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.8,
         metavar="T",
-        help="of sampling; 0: the likeliest token",
+        help="of sampling, default 0.8; 0: the likeliest token",
     )
     parser.add_argument(
         "--draws",
         type=int,
-        default=1,
         metavar="N",
-        help="draws of the group context, for models that route sequences together",
+        help="draws of the group context, for models that route sequences together; default: 1",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of sampling and of the group context"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of sampling and of the group context; default: 0",
     )
     _add_task_arguments(parser)
 
@@ -141,14 +148,21 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--exit measures the loss, with one number of loops: omit {[*asked, '--loops 1,2'][0]}"
         )
-    if options.cache_loops is not None and (options.prompt is None or options.cache_loops < 1):
-        raise ValueError(
-            f"--cache-loops {options.cache_loops} must be at least 1, and needs --prompt"
-        )
-    for name in _OF_TASKS:
-        if options.tasks is None and getattr(options, name) not in (None, False):
+    for name, needed in _NEEDS.items():
+        value = getattr(options, name)
+        if (
+            value is not None
+            and value is not False
+            and all(getattr(options, each) is None for each in needed)
+        ):
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} needs --tasks: name the tasks to score, or omit it")
+            wanted = " or ".join(f"--{each}" for each in needed)
+            raise ValueError(f"{option} needs {wanted}, or must be left out")
+    if options.cache_loops is not None and options.cache_loops < 1:
+        raise ValueError(f"--cache-loops {options.cache_loops} must be at least 1")
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.loops is not None and len(options.loops) > 1:
         return _over_loops(options)
     if options.tasks is not None:
