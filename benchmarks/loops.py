@@ -1,14 +1,16 @@
 """What a drawn depth costs beside a fixed one of equal mean.
 
     python -m benchmarks.loops [--rounds 4]
+    torchrun --nproc-per-node 2 -m benchmarks.loops
 
-Times forward and backward passes of `huginn_moe` on one process, three arms one after another in
-every round, because the machine's speed drifts:
+Times forward and backward passes of `huginn_moe`, under torchrun with its experts on all ranks,
+three arms one after another in every round, because the machine's speed drifts:
   fixed      R = 4 for every sequence
   step       one depth for all sequences of a step, equal on average: 2, 3, 4, 5, 6
   sequence   a depth for every sequence, 1 to 16, 4 on average
-Sequences have 128 and 256 positions. Goals: step ÷ fixed ≤ 1.05, sequence ÷ fixed ≤ 1.10. Writes
-results/loops.json; takes 3 minutes.
+Every rank has the same depths; a rank whose own sequences draw deeper makes the others wait, and
+that is not measured. Sequences have 128 and 256 positions. Goals: step ÷ fixed ≤ 1.05, sequence ÷
+fixed ≤ 1.10. Writes results/loops.json or loops_ep2.json; takes 3 minutes.
 """
 
 import argparse
@@ -19,7 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.report import save
-from moebius.model.initialise import initialise
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process.process import start_process
 from moebius.model.loops.depth import PassDepth
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.family import FAMILY
@@ -36,13 +41,18 @@ def main() -> None:
     assert statistics.fmean(OF_STEP) == statistics.fmean(OF_SEQUENCE) == LOOPS
     torch.set_num_threads(1)
     config = FAMILY["huginn_moe"][1]().model.changed({"loops.depth.gradient_loops": None})
-    model = Transformer(config)
-    initialise(model, 0)
-    found = [measure(model, positions, options.rounds) for positions in (128, 256)]
-    shape = f"huginn_moe, {SEQUENCES} sequences, all gradients, one thread"
-    print(
-        f"written: {save('loops', {'shape': shape, 'rounds': options.rounds, 'by_length': found})}"
-    )
+    with start_process("cpu", timeout_s=120) as process:
+        ranks = process.world_size
+        mesh = build_mesh(plan_layout(MeshConfig(ep=ranks), ranks), process)
+        model = build_model(
+            config, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
+        )
+        found = [measure(model, positions, options.rounds) for positions in (128, 256)]
+        if process.rank:
+            return
+        shape = f"huginn_moe, EP {ranks}, {SEQUENCES} sequences a rank, all gradients, one thread"
+        figures = {"shape": shape, "rounds": options.rounds, "by_length": found}
+        print(f"written: {save('loops' if ranks == 1 else f'loops_ep{ranks}', figures)}")
 
 
 def measure(model: Transformer, positions: int, rounds: int) -> dict[str, Any]:
