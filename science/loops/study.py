@@ -1,19 +1,25 @@
 """Holds what both studies share: their report, finished runs, training until an interruption."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
+import moebius
+
 from ..compare.file import ComparisonFile
 from ..compare.results import RunResult, read_run
+from ..compare.statistics import interval
 from ..compare.tables import Table
 from ..compare_command import Request, train
 
 COMPARISONS = Path(__file__).parents[1] / "comparisons"
 INTERRUPTED = 130
+_LAST_SHARE = 0.1  # of the steps, over which measures are means
 SWEEP_SEED = 100  # of the runs that choose learning rates; it is not used otherwise
 
 
@@ -54,6 +60,32 @@ def with_rates(file: ComparisonFile, rates: Mapping[str, float]) -> ComparisonFi
         for name, entry in file.arms.items()
     }
     return file.model_copy(update={"arms": arms})
+
+
+def measures_of(run_dir: Path) -> dict[str, float]:
+    """Returns the measures of routing by loop, as means over the last tenth of steps."""
+    lines = [each for each in moebius.history(run_dir).records() if each["kind"] == "train"]
+    found: dict[str, list[float]] = defaultdict(list)
+    for line in lines[-max(1, round(_LAST_SHARE * len(lines))) :]:
+        for name, value in line.get("auxiliary_losses", {}).items():
+            if name.startswith(("kept_experts/", "routing_divergence/")):
+                found[name].append(value)
+    return {name: fmean(values) for name, values in found.items()}
+
+
+def kept_experts(arms: Iterable[tuple[str, int, Sequence[Mapping[str, float]]]]) -> Table:
+    """Returns the table of routing from loop to loop, of arms: label, loops, measures by seed."""
+    rows = []
+    for label, loops, measures in arms:
+        for loop in range(2, loops + 1):
+            names = (f"kept_experts/{loop}", f"routing_divergence/{loop}")
+            found = [values for values in measures if names[0] in values]
+            if found:
+                kept, divergence = ([values[name] for values in found] for name in names)
+                row = (label, str(loop), str(len(found)), f"{fmean(kept):.3f}")
+                rows.append((*row, ends(interval(kept), ".3f"), f"{fmean(divergence):.4f}"))
+    head = ("arm", "loop", "seeds", "share of experts kept", "95 %", "divergence, nats")
+    return Table("Experts kept from loop to loop", head, tuple(rows), (0,))
 
 
 def train_all(requests: Iterable[Request], console: Console) -> int:

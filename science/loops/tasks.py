@@ -21,6 +21,8 @@ from .study import (
     best_rates,
     ends,
     finished,
+    kept_experts,
+    measures_of,
     train_all,
     with_rates,
 )
@@ -114,7 +116,13 @@ class TaskStudy:
         head = ("arm", "parameters", "FLOPs/token", "reached", "median steps", "by seed")
         title = f"{self.task}: steps to {THRESHOLD} nats per label"
         table = Table(title, (*head, "log2 ÷ fixed R", "95 %"), tuple(rows), (0, 5))
-        return Report((table,), "", draw_steps(title, found) if rows else None)
+        kept = []
+        for arm in request.arms:
+            folders = [request.folder / arm.name / f"seed-{s}" for s in found[arm.label].by_seed]
+            loops = arm.config.model.num_repeats
+            kept.append((arm.label, loops, [measures_of(folder) for folder in folders]))
+        picture = draw_steps(title, found) if rows else None
+        return Report((table, kept_experts(kept)), "", picture)
 
 
 def steps_of(arm: str, runs: list[RunResult]) -> Steps:

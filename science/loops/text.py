@@ -1,30 +1,34 @@
 """Trains a core 1, 2 or 4 times per token at equal FLOPs on text (science/docs/loops.md)."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 from rich.console import Console
 
-import moebius
-
 from ..compare.file import ComparisonFile, read_file
 from ..compare.results import ArmResult, collect
-from ..compare.statistics import interval
 from ..compare.tables import Table, result_tables, write_results
 from ..compare_command import Request, plan
 from .fit import LoopFit, fit
-from .study import COMPARISONS, SWEEP_SEED, Report, best_rates, ends, train_all, with_rates
+from .study import (
+    COMPARISONS,
+    SWEEP_SEED,
+    Report,
+    best_rates,
+    ends,
+    kept_experts,
+    measures_of,
+    train_all,
+    with_rates,
+)
 
 FILE = COMPARISONS / "loops.toml"
 _RATES = (0.008, 0.016, 0.032, 0.064)
 RATES = {24: _RATES, 40: _RATES, 64: (0.004, *_RATES)}  # of the sweep, by width
 WIDTHS = tuple(RATES)
 KINDS = {"dense": "0.46", "moe": "none"}  # and their published φ
-_LAST_SHARE = 0.1  # of the steps, over which measures are means
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class TextStudy:
                 tables += result_tables(results)
         fits = {kind: found for kind in KINDS if (found := fit_of(points, kind)) is not None}
         picture = draw_text(points, fits) if fits else None
-        return Report((*tables, _fits(fits), _kept(points)), _words(fits), picture)
+        kept = [(f"{p.width}, R = {p.loops}", p.loops, p.measures) for p in points]
+        return Report((*tables, _fits(fits), kept_experts(kept)), _words(fits), picture)
 
 
 def _point(width: int, result: ArmResult, request: Request) -> Point:
@@ -124,17 +129,6 @@ def fit_of(points: list[Point], kind: str) -> LoopFit | None:
     return fit(layers, loops, losses)
 
 
-def measures_of(run_dir: Path) -> dict[str, float]:
-    """Returns the measures of routing by loop, as means over the last tenth of steps."""
-    lines = [each for each in moebius.history(run_dir).records() if each["kind"] == "train"]
-    found: dict[str, list[float]] = defaultdict(list)
-    for line in lines[-max(1, round(_LAST_SHARE * len(lines))) :]:
-        for name, value in line.get("auxiliary_losses", {}).items():
-            if name.startswith(("kept_experts/", "routing_divergence/")):
-                found[name].append(value)
-    return {name: fmean(values) for name, values in found.items()}
-
-
 def _fits(fits: dict[str, LoopFit]) -> Table:
     rows = []
     for kind, found in fits.items():
@@ -151,18 +145,3 @@ def _words(fits: dict[str, LoopFit]) -> str:
     low, high = np.quantile(fits["moe"].draws - fits["dense"].draws, [0.025, 0.975])
     word = "does not separate" if low <= 0 <= high else "separates"
     return f"φ with experts − φ dense: {low:+.2f} … {high:+.2f} (95 %): the interval {word} them."
-
-
-def _kept(points: list[Point]) -> Table:
-    rows = []
-    for p in points:
-        for loop in range(2, p.loops + 1):
-            names = (f"kept_experts/{loop}", f"routing_divergence/{loop}")
-            found = [values for values in p.measures if names[0] in values]
-            if found:
-                kept, divergence = ([values[name] for values in found] for name in names)
-                row = (str(p.width), f"R = {p.loops}", str(loop), str(len(found)))
-                row += (f"{fmean(kept):.3f}", ends(interval(kept), ".3f"))
-                rows.append((*row, f"{fmean(divergence):.4f}"))
-    head = ("width", "arm", "loop", "seeds", "share of experts kept", "95 %", "divergence, nats")
-    return Table("Experts kept from loop to loop", head, tuple(rows), (1,))

@@ -1,5 +1,6 @@
 """The fit of φ against made-up losses, and that the arms of the loop comparisons are equal."""
 
+import json
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from moebius_science.compare.results import RunResult
 from moebius_science.loops.fit import fit
+from moebius_science.loops.study import kept_experts, measures_of
 from moebius_science.loops.tasks import RATES, TASKS, TaskStudy, steps_of
 
 LOOPS = np.array([1, 2, 4] * 3)
@@ -70,3 +72,19 @@ def test_steps_are_of_the_first_evaluation_at_the_threshold():
     found = steps_of("fixed", [run(0, 5.0, 0.2, 0.3), run(1, 5.0, 1.0, 0.21)])
     assert found.by_seed == {0: 50, 1: None}
     assert found.doublings == {0: math.log2(50), 1: math.log2(100)}
+
+
+def test_kept_experts_are_means_over_the_last_tenth_of_steps_and_over_seeds(tmp_path):
+    for seed, last in enumerate((0.5, 0.7)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        shares = [0.1] * 9 + [last]  # only the last of ten counts
+        losses = [{"kept_experts/2": share, "routing_divergence/2": 0.02} for share in shares]
+        lines = [
+            {"kind": "train", "time": 1.0, "step": step, "loss": 1.0, "auxiliary_losses": each}
+            for step, each in enumerate(losses)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measures = [measures_of(tmp_path / str(seed)) for seed in (0, 1)]
+    found = kept_experts([("looped", 3, measures), ("dense", 1, [{}, {}])]).rows
+    assert [(*row[:4], row[5]) for row in found] == [("looped", "2", "2", "0.600", "0.0200")]
