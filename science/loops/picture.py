@@ -8,9 +8,10 @@ import numpy as np
 from ..pictures.drawing import FAINT, INK, MARKERS, PALETTE, finish_lines, label, new_figure, png
 from ..pictures.drawing import title as head
 from .fit import LoopFit, effective
-from .tasks import THRESHOLD, Steps
+from .tasks import Steps
 from .text import Point
 
+_SPREAD = 0.5  # of an arm's seeds, in rows
 _NAMES = {"dense": "dense layers", "moe": "layers of experts"}
 
 
@@ -50,12 +51,13 @@ def draw_text(points: list[Point], fits: Mapping[str, LoopFit]) -> bytes:
 
 def draw_steps(title: str, found: Mapping[str, Steps]) -> bytes:
     """Returns every seed's steps to the threshold, by arm, as a PNG."""
-    figure = new_figure(1.2 + 0.4 * len(found))
+    figure = new_figure(1.2 + 0.45 * len(found))
     panel = figure.subplots()
     for row, steps in enumerate(found.values()):
-        for number in steps.by_seed.values():
+        for place, number in enumerate(steps.by_seed.values()):
+            spread = _SPREAD * (place / max(1, len(steps.by_seed) - 1) - 0.5)
             panel.plot(
-                *(number or steps.most, row),
+                *(number or steps.most, row + spread),  # seeds may need equal steps
                 marker=MARKERS[0],
                 color=PALETTE[0],
                 linestyle="",
@@ -66,6 +68,6 @@ def draw_steps(title: str, found: Mapping[str, Steps]) -> bytes:
     panel.set_yticks(range(len(found)), list(found))
     panel.set_ylim(len(found) - 0.5, -0.5)
     finish_lines(panel)
-    label(panel, x=f"steps until the validation loss is {THRESHOLD} nats per label")
+    label(panel, x="steps")
     head(panel, title)
     return png(figure, "a mark is a seed; hollow: not reached by the last step")
