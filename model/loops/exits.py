@@ -154,12 +154,12 @@ class Exits:
         self._log_p_BSV: Tensor | None = None  # of the previous loop
         self._gates: list[Tensor] = []  # of the live sequences
 
-    def enter(self, device: torch.device) -> Tensor | None:
-        """Counts a loop of the sequences that take part, and returns them, (B',); None: all."""
+    def enter(self, device: torch.device) -> list[int] | None:
+        """Counts a loop of the sequences that take part, and returns them; None: all."""
         if self.loops_B is None:
             self.loops_B = torch.zeros(self._batch_size, device=device)
         self.loops_B[slice(None) if self.live is None else self.live] += 1
-        return self.live
+        return None if self.live is None else self.live.tolist()
 
     def leave(
         self,

@@ -190,9 +190,9 @@ class Loops(nn.Module):
             The rows that the read-out reads, (B, S, D): of the last loop, in training also of the
             others that the loss reads, in their order; and g of the exit gate for each, (B, S).
         """
-        has_grad, e_BSD = torch.is_grad_enabled(), None
-        live: Tensor | None = None
-        whole_BSD = before_BSD = x_BSD
+        has_grad = torch.is_grad_enabled()
+        states = _States(x_BSD, None)
+        before_BSD = x_BSD
         coda = [step for step in schedule if step.member > self.last]
         read = partial(self._read, layer, coda, final_norm)
         last = depth.num_loops - 1
@@ -200,37 +200,30 @@ class Loops(nn.Module):
         rows: list[Tensor] = []
         for step in schedule[: len(schedule) - len(coda)]:
             if step.loop is None:
-                x_BSD = layer(step, x_BSD, None)
+                states.x_BSD = layer(step, states.x_BSD, None)
                 continue
             if step.member == self.first and step.loop == 0 and self.injection is not None:
+                x_BSD = states.x_BSD
                 e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
-                e_BSD = self.injection.prepare(e_BSD)
                 x_BSD = self.start_state(x_BSD, positions_BS, past)
+                states = _States(x_BSD, self.injection.prepare(e_BSD))
+            if step.member == self.first:  # outside `no_grad`: those that wait keep their gradient
+                states.keep(depth.live(step.loop) if exits is None else exits.enter(x_BSD.device))
+                before_BSD = states.x_BSD
             with torch.set_grad_enabled(has_grad and step.loop >= depth.no_gradient):
                 if step.member == self.first:
-                    whole_BSD = x_BSD
-                    if exits is not None:
-                        live = exits.enter(x_BSD.device)
-                    else:
-                        places = depth.live(step.loop)
-                        live = None
-                        if places is not None:
-                            live = torch.tensor(places, dtype=torch.int64, device=x_BSD.device)
-                    before_BSD = x_BSD = x_BSD if live is None else x_BSD[live]
-                    x_BSD = self._begin(x_BSD, e_BSD, step.loop, depth, live)
-                x_BSD = layer(step, x_BSD, live)
+                    self._begin(states, step.loop, depth)
+                states.x_BSD = layer(step, states.x_BSD, states.live)
                 if step.member < self.last:
                     continue
                 if self.config.final_norm == "every_loop" and final_norm is not None:
-                    x_BSD = final_norm(x_BSD)
+                    states.x_BSD = final_norm(states.x_BSD)
                 if exits is not None and step.loop < last:
-                    exits.leave(before_BSD, x_BSD, read)
+                    exits.leave(before_BSD, states.x_BSD, read)
                 if measures is not None:
-                    measures.see_state(step.loop, before_BSD, x_BSD)
-            if live is not None:  # outside: the others keep their gradient
-                x_BSD = whole_BSD.index_copy(0, live, x_BSD.to(whole_BSD.dtype))
+                    measures.see_state(step.loop, before_BSD, states.x_BSD)
             if step.loop in wanted:
-                rows.append(read(x_BSD, None))
+                rows.append(read(states.of_all(), None))
         if self.exit_gate is None or not self.training:
             return rows, []
         return rows, [self.exit_gate(each) for each in rows]
@@ -290,18 +283,56 @@ class Loops(nn.Module):
         uniform = empty.uniform_(-within, within, generator=generator)
         return uniform.erfinv_().mul_(math.sqrt(2) * self.state_std)
 
-    def _begin(
-        self, s_BSD: Tensor, e_BSD: Tensor | None, loop: int, depth: PassDepth, live: Tensor | None
-    ) -> Tensor:
-        if self.injection is not None and e_BSD is not None:
-            s_BSD = self.injection(s_BSD, e_BSD if live is None else e_BSD[live])
+    def _begin(self, states: "_States", loop: int, depth: PassDepth) -> None:
+        if self.injection is not None and states.e_BSD is not None:
+            states.x_BSD = self.injection(states.x_BSD, states.e_BSD)
         if self.condition is None:
-            return s_BSD
-        if depth.of_sequence is None:
-            return self.condition(s_BSD, [loop], [depth.num_loops])
-        sequences = range(len(depth.of_sequence)) if live is None else live.tolist()
-        return self.condition(
-            s_BSD,
-            [depth.place(loop, each) for each in sequences],
-            [depth.of_sequence[each] for each in sequences],
-        )
+            return
+        loops, num_loops = [loop], [depth.num_loops]
+        if depth.of_sequence is not None:
+            loops = [depth.place(loop, each) for each in states.places]
+            num_loops = [depth.of_sequence[each] for each in states.places]
+        states.x_BSD = self.condition(states.x_BSD, loops, num_loops)
+
+
+class _States:
+    """Holds the states of the sequences that loop, and of those that have left or wait."""
+
+    def __init__(self, x_BSD: Tensor, e_BSD: Tensor | None) -> None:
+        self.x_BSD, self.e_BSD = x_BSD, e_BSD  # of the live sequences, e for the injection
+        self.places = [*range(len(x_BSD))]  # these sequences
+        self.live: Tensor | None = None  # the same, (B',) int64; None: all
+        self._dtype, self._all_e_BSD, self._size = x_BSD.dtype, e_BSD, len(x_BSD)
+        self._away: list[tuple[list[int], Tensor]] = []
+
+    def keep(self, places: list[int] | None) -> None:
+        """Goes on with these sequences; None: all. Costs nothing while they stay the same."""
+        places = [*range(self._size)] if places is None else places
+        if places == self.places:
+            return
+        if not set(places) <= set(self.places):  # some that were away come back
+            self.x_BSD, self.e_BSD = self.of_all(), self._all_e_BSD
+            self.places, self._away = [*range(self._size)], []
+        kept = set(places)
+        stay = [row for row, place in enumerate(self.places) if place in kept]
+        leave = [row for row, place in enumerate(self.places) if place not in kept]
+        if leave:
+            index = self._index(leave)
+            self._away.append(([self.places[row] for row in leave], self.x_BSD[index]))
+            index = self._index(stay)
+            self.x_BSD = self.x_BSD[index]
+            self.e_BSD = None if self.e_BSD is None else self.e_BSD[index]
+        self.places = places
+        self.live = self._index(places) if self._away else None
+
+    def of_all(self) -> Tensor:
+        """Returns the states of all sequences, (B, S, D)."""
+        if not self._away:
+            return self.x_BSD
+        parts = [*self._away, (self.places, self.x_BSD)]
+        order = [place for places, _ in parts for place in places]
+        rows = sorted(range(self._size), key=order.__getitem__)
+        return torch.cat([x_BSD.to(self._dtype) for _, x_BSD in parts])[self._index(rows)]
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.x_BSD.device)
