@@ -8,7 +8,7 @@ import numpy as np
 from ..pictures.drawing import FAINT, INK, MARKERS, PALETTE, finish_lines, label, new_figure, png
 from ..pictures.drawing import title as head
 from .fit import LoopFit, effective
-from .tasks import Steps
+from .tasks import THRESHOLD, Steps
 from .text import Point
 
 _SPREAD = 0.5  # of an arm's seeds, in rows
@@ -68,6 +68,6 @@ def draw_steps(title: str, found: Mapping[str, Steps]) -> bytes:
     panel.set_yticks(range(len(found)), list(found))
     panel.set_ylim(len(found) - 0.5, -0.5)
     finish_lines(panel)
-    label(panel, x="steps")
+    label(panel, x=f"steps to {THRESHOLD} nats per label")
     head(panel, title)
     return png(figure, "a mark is a seed; hollow: not reached by the last step")

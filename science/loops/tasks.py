@@ -121,7 +121,7 @@ class TaskStudy:
             folders = [request.folder / arm.name / f"seed-{s}" for s in found[arm.label].by_seed]
             loops = arm.config.model.num_repeats
             kept.append((arm.label, loops, [measures_of(folder) for folder in folders]))
-        picture = draw_steps(title, found) if rows else None
+        picture = draw_steps(self.task, found) if rows else None
         return Report((table, kept_experts(kept)), "", picture)
 
 
