@@ -52,6 +52,7 @@ def main() -> None:
             return
         shape = f"huginn_moe, EP {ranks}, {SEQUENCES} sequences a rank, all gradients, one thread"
         figures = {"shape": shape, "rounds": options.rounds, "by_length": found}
+        print(*found, sep="\n")
         print(f"written: {save('loops' if ranks == 1 else f'loops_ep{ranks}', figures)}")
 
 
@@ -76,7 +77,6 @@ def measure(model: Transformer, positions: int, rounds: int) -> dict[str, Any]:
     for arm in ("step", "sequence"):
         pairs = zip(times[arm], times["fixed"], strict=True)
         figures[f"{arm}_over_fixed"] = statistics.median(one / other for one, other in pairs)
-    print(figures)
     return figures
 
 
