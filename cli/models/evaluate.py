@@ -157,7 +157,7 @@ def _eval(options: argparse.Namespace) -> int:
         ):
             option = f"--{name.replace('_', '-')}"
             wanted = " or ".join(f"--{each}" for each in needed)
-            raise ValueError(f"{option} needs {wanted}, or must be left out")
+            raise ValueError(f"{option} needs {wanted}: add it, or leave {option} out")
     if options.cache_loops is not None and options.cache_loops < 1:
         raise ValueError(f"--cache-loops {options.cache_loops} must be at least 1")
     for name, value in _DEFAULTS.items():

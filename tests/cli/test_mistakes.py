@@ -73,10 +73,10 @@ eval nothere --prompt hello --tokens -3         | num_tokens=-3 must be at least
 eval nothere --prompt hello --temperature -1    | temperature=-1.0 must be finite and at least 0
 eval nothere --prompt a --score b               | --score and --prompt cannot be combined: choose one
 eval nothere --tasks piqa                       | --tasks needs --data: the folder of the task files, or hub
-eval nothere --data eval                        | --data needs --tasks, or must be left out
-eval nothere --draws 4                          | --draws needs --tasks or --score, or must be left out
+eval nothere --data eval                        | --data needs --tasks: add it, or leave --data out
+eval nothere --draws 4                          | --draws needs --tasks or --score: add it, or leave --draws out
 eval nothere --seed 0                           | --seed needs --tasks or --score or --prompt
-eval nothere --score a --temperature 0          | --temperature needs --prompt, or must be left out
+eval nothere --score a --temperature 0          | --temperature needs --prompt: add it, or leave
 models smok                                     | did you mean smoke?
 config optim.lr                                 | no key or section optim.lr; did you mean optim.learning_rate?
 config train.stepz                              | did you mean train.steps?

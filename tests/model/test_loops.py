@@ -556,10 +556,9 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
         for key in (each for each in together.auxiliary if "/" in each):
             loop = int(key.rpartition("/")[2])
             makes = sum(each >= loop for each in depths) / len(depths)
-            expected = alone.auxiliary[key][0] / makes if 1 < depth >= loop else torch.zeros(())
-            if depth > 1 or loop > 1:
-                value = together.auxiliary[key][index]
-                torch.testing.assert_close(value, expected.to(value), rtol=1e-6, atol=1e-9)
+            expected = alone.auxiliary[key][0] / makes if loop <= depth else torch.zeros(())
+            value = together.auxiliary[key][index]
+            torch.testing.assert_close(value, expected.to(value), rtol=1e-6, atol=1e-9)
     assert {"state_change/1", "kept_experts/5", "routing_divergence/2"} <= set(together.auxiliary)
     assert "kept_experts/6" not in together.auxiliary
     for value, gradient in zip(model.parameters(), gradients, strict=True):
