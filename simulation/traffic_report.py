@@ -13,7 +13,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.dispatch.table import is_exact
 from ..distributed.layout import Layout
 from .dispatch import SimulatedCall, Simulation, across_nodes, between
 
@@ -198,7 +197,6 @@ def _plain_simulation(simulation: Simulation) -> dict[str, Any]:
     intra, inter = across_nodes(simulation.bytes_PP, simulation.cluster.ranks_per_node)
     return {
         "dispatcher": simulation.dispatcher,
-        "exact": is_exact(simulation.dispatcher),
         "violations": simulation.violations,
         "rows": between(simulation.rows_PP),
         "rows_one_per_route": between(simulation.one_per_route_PP),

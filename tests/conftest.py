@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import row_order
 import torch
 from hypothesis import settings
 
@@ -68,6 +69,7 @@ def moebius(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("house")
     torch.set_num_threads(1)  # the machine's cores belong to the ranks that tests start
+    row_order.install_if_wanted()
     # torch's store asks the name server who 127.0.0.1 is, at every connection. One that does not
     # answer costs 5 s each time; here it has a second, in this process and in all that it starts.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -78,7 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks most cases of the tests marked `sample(N)` as slow: N remain, spread over all."""
+    """Marks most cases of the tests marked `sample(N)`: N remain, spread over all; 2N more are slow,
+    and the others nightly.
+    """
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample"):
@@ -87,10 +91,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = group[0].get_closest_marker("sample")
         assert marker is not None
         (kept,) = marker.args
-        fast = {round((place + 0.5) * len(group) / kept - 0.5) for place in range(kept)}
-        for place, item in enumerate(group):
-            if place not in fast:
-                item.add_marker(pytest.mark.slow)
+        fast = _spread(kept, len(group))
+        others = [item for place, item in enumerate(group) if place not in fast]
+        slow = _spread(2 * kept, len(others))
+        for place, item in enumerate(others):
+            item.add_marker(pytest.mark.slow if place in slow else pytest.mark.nightly)
+
+
+def _spread(chosen: int, total: int) -> set[int]:
+    """Returns places spread evenly over 0 … total − 1, all of them if there are no more."""
+    if chosen >= total:
+        return set(range(total))
+    return {round((place + 0.5) * total / chosen - 0.5) for place in range(chosen)}
 
 
 @pytest.hookimpl(trylast=True)

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import row_order
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -226,6 +227,7 @@ def _serve(task: _Task, results: Connection) -> None:
     _die_with_parent()
     os.environ.update(task.environment)
     torch.set_num_threads(1)
+    row_order.install_if_wanted()
     with open(task.stacks_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         try:

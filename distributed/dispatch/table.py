@@ -39,7 +39,6 @@ class DispatcherEntry:
     dispatcher: str | type
     description: str
     pattern: SendingPattern
-    is_exact: bool = False  # equals one rank bit for bit, not just up to rounding
     needs_nodes: bool = False  # needs groups between and inside nodes (`build_node_groups`)
     needs_outbox: bool = False  # needs memory that all ranks of the group share (`open_outbox`)
 
@@ -52,7 +51,6 @@ DISPATCHERS: dict[str, DispatcherEntry] = {
         "alltoall.AllToAllDispatcher",
         "one row per route",
         SendingPattern(row_per_route=True),
-        is_exact=True,
     ),
     "dedup": DispatcherEntry("dedup.DedupDispatcher", "one row per (row, rank)", SendingPattern()),
     "hierarchical": DispatcherEntry(
@@ -104,11 +102,6 @@ def resolved_dispatcher(name: str, ep: int) -> str:
             'ranks; use "auto"'
         )
     return DISPATCHER.check(name)
-
-
-def is_exact(name: str) -> bool:
-    """Returns whether a dispatcher's outputs equal one rank's bit for bit."""
-    return name == LOCAL or entry_of(name).is_exact
 
 
 def needs_nodes(name: str) -> bool:

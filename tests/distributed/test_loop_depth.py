@@ -9,6 +9,7 @@ import pytest
 import torch
 from family import LEAVING, PROGRAMS, VOCABULARY, own_depths, program
 from meshes import meshed, model_on
+from row_order import reordered_pass
 from torch import Tensor
 from world import run_ranks
 
@@ -87,11 +88,8 @@ def far_gradients(mesh: Mesh, model: Transformer, whole: Transformer) -> list[st
 
 
 def faults(ep: int, names: tuple[str, ...], dispatcher: str, draws: range) -> list[str]:
-    """Losses and gradients that are not what one process computes of the same rows.
-
-    With `alltoall`, which adds in the same order, losses are compared to the bit.
-    """
-    found, tolerance = [], 0 if dispatcher == "alltoall" else 1e-12
+    """Losses and gradients that are not what one process computes of the same rows."""
+    found, tolerance = [], 1e-12
     with meshed(ep=ep) as (process, mesh):
         for name in names:
             whole = program(name)
@@ -119,7 +117,8 @@ def exits_of_rank(name: str, thresholds: tuple[float, ...]) -> tuple[list[float]
             model.eval().exit_rule = ExitRule("state", thresholds[process.rank])
             outputs.append(model(rows))
         found, expected = outputs
-        same = torch.equal(found.logits_BSV, expected.logits_BSV)
+        close = {"rtol": 0, "atol": reordered_pass(whole) * expected.logits_BSV.abs().max().item()}
+        same = torch.allclose(found.logits_BSV, expected.logits_BSV, **close)
         return found.auxiliary["loops"].tolist(), same
 
 
@@ -131,7 +130,11 @@ def test_ranks_whose_sequences_have_all_left_take_part_to_the_end():
 
 @pytest.mark.parametrize(
     ("world_size", "ep"),
-    [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (4, 4), (8, 8)])],
+    [
+        (2, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (4, 4)]),
+        pytest.param(8, 8, marks=pytest.mark.nightly),
+    ],
 )
 def test_ranks_agree_with_one_process(world_size, ep):
     found = run_ranks(faults, world_size, ep, tuple(PROGRAMS), "alltoall", range(2), timeout_s=240)

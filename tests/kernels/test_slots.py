@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernel_cases import BIASES, Case, Operation, Perceptrons, values_and_gradients
 from pairwise import parametrize_pairs
+from row_order import assert_reordered, reordered
 from torch import Tensor
 
 from moebius.kernels.backend import reason_against
@@ -135,8 +136,10 @@ def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
 ) -> None:
     """A row computed among 1, 2, 3, … or 600 others is the same, as its gradients are.
 
-    Widths of 40, and of 13: no multiple of any vector's width.
+    To the bit with `brgemm`, up to rounding with torch's products. Widths of 40, and of 13: no multiple
+    of any vector's width.
     """
+    bound = 0.0 if backend == "brgemm" else reordered(48, 3, dtype)
     operation = Perceptrons(activation, BIASES["both biases"])
     for hidden in (40, 13):
         generator = torch.Generator().manual_seed(4)
@@ -153,4 +156,4 @@ def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
         whole = run(600)
         for count in (*range(1, 20), 63, 64, 65, 300):
             for mine, theirs in zip(run(count), whole, strict=True):
-                assert torch.equal(mine, theirs[:count]), (hidden, count)
+                assert_reordered(mine, theirs[:count], bound)

@@ -1,8 +1,9 @@
 """What each model promises (causal? batch-invariant? dropless? balanced?), held against what it
 does, from embedding to logits.
 
-Both directions: a promise that is made is kept exactly, at every cut, with uneven routers; one that
-is not made is seen broken (else the table would call a model worse than it is).
+Both directions: a promise that is made is kept at every cut, with uneven routers, up to the rounding
+of products with other numbers of rows; one that is not made is seen broken (else the table would call
+a model worse than it is).
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, some_tokens, tiny_config, tiny_model
+from row_order import reordered_pass
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
@@ -20,6 +22,9 @@ from moebius.model.transformer import ModelOutput, Transformer
 
 SEQUENCES, POSITIONS = 16, 6
 TOKENS = some_tokens(SEQUENCES, POSITIONS, seed=3)
+
+
+LEAK = 1e-9  # in float64: rounding stays below it, and whatever reads a token exceeds it
 
 
 @dataclass
@@ -86,6 +91,13 @@ def difference(after: Tensor, before: Tensor, sequences: Any, positions: slice) 
     return (after[sequences] - before[sequences])[..., positions, :].abs().max().item()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_stays_below_a_leak(name: str) -> None:
+    for model in states(name, common=3.0):
+        largest_logit = run(model, TOKENS).logits_BSV.abs().max().item()
+        assert reordered_pass(model) * largest_logit < LEAK / 10
+
+
 def router_of(config: ModelConfig) -> RouterConfig | None:
     return None if config.experts is None else config.experts.router
 
@@ -117,7 +129,7 @@ def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
             for cut in (1, 4)
         ]
     if getattr(router_of(config), "capacity_factor", None) is None:
-        assert max(changes) < 1e-9
+        assert max(changes) < LEAK
     else:
         assert max(changes) > 1e-3
 
@@ -134,8 +146,8 @@ def test_promises_of_evaluation_alone_are_kept_there(name: str) -> None:
     for common in (3.0, 0.3):
         model = make_uneven(tiny_model(name, dtype=torch.float64), common=common).eval()
         leaks = measure(model)
-        assert (max(leaks.past, leaks.own_past) == 0.0) or not promises.causal
-        assert (leaks.others == 0.0) == promises.batch_invariant
+        assert (max(leaks.past, leaks.own_past) < LEAK) or not promises.causal
+        assert (leaks.others < LEAK) == promises.batch_invariant
         for load in run(model, TOKENS).loads.values():
             served_in_full = torch.equal(load.load_LN.sum(1), load.wanted_L)
             assert served_in_full or not promises.dropless
@@ -153,10 +165,10 @@ def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None
     promises = tiny_config(name).promises
     past, own_past, others = largest(name)
     if promises.causal:
-        assert past == own_past == 0.0
+        assert max(past, own_past) < LEAK
     else:
-        assert past > 1e-9
-    assert (others == 0.0) == promises.batch_invariant
+        assert past > LEAK
+    assert (others < LEAK) == promises.batch_invariant
     outputs = [run(model, TOKENS) for model in states(name, common=3.0)]
     loads = [load for output in outputs for load in output.loads.values()]
     if not loads:

@@ -150,7 +150,6 @@ def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout
     assert (found.one_per_route_PP == expected_rows(call, layout, "alltoall")).all()
     assert record.rows == between(found.rows_PP)
     assert record.rows_one_per_route == between(found.one_per_route_PP)
-    assert record.difference == 0.0 or dispatcher != "alltoall"
     share = 16 // layout.ep
     loads = np.zeros(16, int)
     served = np.zeros(8, int)
@@ -328,14 +327,6 @@ def test_answers_are_compared_with_one_rank() -> None:
     [fault] = found.violations
     assert "outputs differ from one rank's by" in fault
     assert found.calls[0].misrouted == 0
-
-
-def test_one_bit_is_too_much_for_alltoall() -> None:
-    call = routed([3, 0, 4, 2], 8)
-    outputs = outputs_of(call[3])
-    outputs[1, 2] = torch.nextafter(outputs[1, 2], torch.tensor(9.0))
-    assert run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup")).violations == []
-    assert len(run(call, Cluster(Layout(dp_replicate=1, ep=4), "alltoall")).violations) == 1
 
 
 def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:

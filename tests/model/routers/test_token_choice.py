@@ -227,7 +227,7 @@ def test_which_drop_order_leaks_what(
         )
     )
     for leak, expected in zip(found, (past, own, others), strict=True):
-        assert leak > 1e-3 if expected else leak == 0.0, found
+        assert leak > 1e-3 if expected else leak < 1e-12, found  # rounds otherwise for other rows
     assert layer.router.config.promises.causal == (not past)
     assert layer.router.config.promises.batch_invariant == (not others)
 
