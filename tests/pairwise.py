@@ -1,11 +1,12 @@
 """Covers every pair of values of several factors with few combinations.
 
 Three factors of ten values have a thousand combinations, but almost every bug needs only one value
-or a pair. So `make test` covers all pairs, and `make test-all` all combinations.
+or a pair. So `make test` covers all pairs, `make test-all` a third of the other combinations too, and
+`make nightly` the rest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any
 
 import pytest
@@ -33,15 +34,15 @@ def every_pair(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
 def parametrize_pairs(
     factors: Mapping[str | tuple[str, ...], Iterable[Any]],
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with the factors' full product, all but `every_pair` marked slow.
+    """Parametrizes a test with the factors' full product, all but `every_pair` marked slow or nightly.
 
     A key that is a tuple of names takes values with as many parts: tuples, or `pytest.param`s.
     """
     values = [[_as_param(value) for value in column] for column in factors.values()]
     quick = {tuple(map(id, combination)) for combination in every_pair(*values)}
-    params = []
+    params, seldom = [], cycle((pytest.mark.nightly, pytest.mark.slow, pytest.mark.nightly))
     for combination in product(*values):
-        marks = () if tuple(map(id, combination)) in quick else (pytest.mark.slow,)
+        marks = () if tuple(map(id, combination)) in quick else (next(seldom),)
         flat = [part for param in combination for part in param.values]
         name = "-".join(str(param.id) for param in combination)
         params.append(pytest.param(*flat, marks=marks, id=name))

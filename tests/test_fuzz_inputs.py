@@ -13,7 +13,7 @@ from moebius.cluster.report.json_lines import is_believed
     ("seed", "count"),
     [
         (0, 300),
-        *(pytest.param(10_000 + 2_500 * n, 2_500, marks=pytest.mark.slow) for n in range(4)),
+        *(pytest.param(10_000 + 2_500 * n, 2_500, marks=pytest.mark.nightly) for n in range(4)),
     ],
 )
 def test_nonsense_is_refused_or_read_rightly(

@@ -39,7 +39,7 @@ from tests.tiny_job import TINY_JOB, write_paragraphs
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.chaos,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("standing"),
 ]

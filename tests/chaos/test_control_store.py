@@ -24,7 +24,7 @@ from moebius.cluster.stop import stop
 
 
 @pytest.mark.slow
-@pytest.mark.chaos
+@pytest.mark.nightly
 def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = ("plain=1", "steps=100000", "step_s=0.05", "every=5")

@@ -174,6 +174,7 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
     assert_same_as(run_dir, afterwards, folder / "growing")
 
 
+@pytest.mark.nightly
 def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(folder, afterwards):
     run_dir, data = folder / "trained", folder / "mended"
     last = folder / "texts" / "0002.jsonl"

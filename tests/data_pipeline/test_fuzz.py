@@ -59,7 +59,7 @@ def test_damaged_folders_are_refused_or_read_rightly(intact, tmp_path):
     _check_outcomes(_run(tmp_path / "d", 0, 150), 150)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, 10_000, 2500))
 def test_ten_thousand_damaged_folders_are_refused_or_read_rightly(intact, tmp_path, first):
     shutil.copytree(intact, tmp_path / "d")

@@ -3,8 +3,7 @@
 A head without CPUs for ranks and two workers, each a machine of its own (nodes.py), with one rank
 on each worker. What must come out is the curve of a run on one machine that nothing happens to.
 
-The marker `chaos` keeps most of them out of `make test-all`, for they take minutes; `make chaos` runs
-all.
+They take minutes: `make nightly` and `make chaos` run them.
 """
 
 import json
@@ -28,7 +27,7 @@ from tests.chaos.job_under_fire import changes, curve, write_texts
 from tests.network.nodes import why_not
 from tests.network.ray_nodes import RayCluster, ray_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 STEPS = 40  # a fast machine must not be through before something is cut
 SMALLER = (
     f"train.steps={STEPS}",
@@ -240,7 +239,6 @@ def test_a_node_that_was_cut_off_comes_back_and_nobody_trains_twice(cluster, pre
     assert not any(psutil.pid_exists(pid) for pid in old)
 
 
-@pytest.mark.chaos
 def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_path):
     limits = ["job.limits.step_s=15", "job.limits.phase_s=15"]
     submit(cluster, prepared, tmp_path, *limits)
@@ -260,14 +258,12 @@ def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_pat
     assert hang.details["charged_to"] == "infrastructure"
 
 
-@pytest.mark.chaos
 def test_a_network_with_50_ms_of_delay_changes_no_bit(cluster, prepared, tmp_path):
     cluster.net.slow(0.05)
     submit(cluster, prepared, tmp_path)
     assert_stops_right(tmp_path, prepared, after=5)
 
 
-@pytest.mark.chaos
 def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_path):
     cluster.net.lose(LOSS)
     submit(cluster, prepared, tmp_path)
@@ -275,7 +271,6 @@ def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_pa
     assert cluster.net.wire(1, 2)["lost"] > 0
 
 
-@pytest.mark.chaos
 def test_a_cut_of_10_s_is_waited_out(cluster, prepared, tmp_path):
     submit(cluster, prepared, tmp_path)
     wait_for_step(tmp_path, 5, timeout_s=PATIENCE_S)
@@ -286,7 +281,6 @@ def test_a_cut_of_10_s_is_waited_out(cluster, prepared, tmp_path):
     assert_ended_right(tmp_path, prepared, generation=1)
 
 
-@pytest.mark.chaos
 def test_a_node_that_stays_cut_off_is_done_without(cluster, prepared, tmp_path):
     """Ray leaves the ranks there alone for minutes, and so does their collective's timeout here:
     the silence of their supervisor ends them.

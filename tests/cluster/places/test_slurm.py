@@ -240,7 +240,7 @@ with connected(sys.argv[1]) as ray:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_starts_real_ray_with_a_token(tmp_path):
     """Only Slurm and the job are stand-ins; Ray runs two nodes on this machine."""
     pytest.importorskip("ray")

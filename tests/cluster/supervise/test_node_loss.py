@@ -169,7 +169,7 @@ def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, t
     assert len(lost) == 2
 
 
-@pytest.mark.chaos
+@pytest.mark.nightly
 @pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
 def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_path):
     """Rank 1 hangs in a file system in state D; then rank 0 is killed."""
@@ -192,6 +192,7 @@ def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_
     assert told.details["charged_to"] == "infrastructure"
 
 
+@pytest.mark.nightly
 def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, tmp_path):
     standing.ask("add-node")
     run_dir = begin_standing(plain_launch(tmp_path, max_node_losses=0))
@@ -215,6 +216,7 @@ def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, 
     assert entries_of(run_dir, State.RECOVERING) == []
 
 
+@pytest.mark.nightly
 def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     """The training loop itself, on two ranks that share the experts, then one, then two."""
     text = tmp_path / "text.txt"

@@ -131,6 +131,7 @@ def test_the_same_error_at_the_same_step_ends_the_run(config, tmp_path) -> None:
     assert "in step" in (cause.traceback or "")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_leaves_early_is_the_cause(config, expected, tmp_path) -> None:
     """F3: its exit code is 0, and its peer's is not."""
     with running(config, tmp_path, "leave:9"):
@@ -191,6 +192,7 @@ def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
     assert losses(tmp_path) == expected
 
 
+@pytest.mark.nightly
 def test_a_loader_that_blocks_is_told_and_not_killed(
     config, expected, tmp_path, monkeypatch
 ) -> None:
@@ -237,6 +239,7 @@ def set_priority(pid: int, priority: int) -> None:
         group.write_text(str(priority))
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_named_once(config, expected, tmp_path) -> None:
     with running(config, tmp_path, "slow:5"):
         status = wait_for_end(tmp_path)

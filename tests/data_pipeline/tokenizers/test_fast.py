@@ -110,7 +110,7 @@ def test_ten_million_characters_without_a_boundary_are_encoded(kind):
     _same([text[:200_000]])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", LONG)
 def test_the_library_encodes_ten_million_characters_without_a_boundary_alike(kind):
     _same([LONG[kind]()])
@@ -240,7 +240,7 @@ def test_a_character_in_doubt_is_left_to_the_library():
     _same(in_doubt)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_libraries_agree_about_the_class_of_every_character():
     """Merges of each character's first byte with a letter, a sign, a blank and itself in front
     show whether the two were split: all 1,112,064 characters, one by one.
