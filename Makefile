@@ -13,8 +13,16 @@ LINKS := build/types/moebius $(SATELLITES:%=build/types/moebius_%)
 # Their bytecode is kept, whatever the environment says: tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# What numbers depend on. `rounding` takes those that show most in the least time.
+NUMERIC := tests/model tests/kernels tests/distributed tests/train tests/evaluation tests/simulation tests/test_family.py
+ROUNDING := tests/model tests/kernels/test_slots.py tests/kernels/fused tests/distributed/dispatch tests/distributed/test_loop_depth.py \
+	tests/distributed/placement tests/train/test_parity.py
+# Ways to compute that a processor may have or lack. What it lacks, its libraries ignore.
+VARIANTS := MOEBIUS_TEST_ROW_ORDER=1 ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 MKL_CBWR=AVX512 \
+	ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2
+
 .NOTPARALLEL:
-.PHONY: help train test test-all test-conform test-dashboard chaos chaos-run kernels mutants lint docs wheel clean
+.PHONY: help train test test-all test-conform test-dashboard rounding variants nightly chaos chaos-run kernels mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -28,18 +36,27 @@ test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's test
 	$(PYTEST) --durations=10
 
 # What failed beside others runs once more, alone; one that passes there is listed, and is still a fault to mend.
-test-all: $(VENV)/.installed-satellites  ## run every test of the core and of its satellites, except those that only `make chaos` runs
-	$(PYTEST) --durations=10 -m 'not chaos' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp -m 'not chaos'; }
+test-all: $(VENV)/.installed-satellites  ## run the tests of the core and of its satellites, the slow ones too, except those of `make nightly`
+	$(PYTEST) --durations=10 -m 'not nightly' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp -m 'not nightly'; }
 	$(MAKE) $(SATELLITES:%=test-%)
 
 test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the slow ones too
-	$(PYTEST) -m '' conform/tests
+	$(PYTEST) -m 'not nightly' conform/tests
 
 test-dashboard: $(VENV)/.installed-satellites  ## run the tests of dashboard/, in a browser too if there is one
-	$(PYTEST) -m '' dashboard/tests
+	$(PYTEST) -m 'not nightly' dashboard/tests
 
 test-science: $(VENV)/.installed-satellites  ## run the tests of science/, the slow ones too
-	$(PYTEST) -m '' science/tests
+	$(PYTEST) -m 'not nightly' science/tests
+
+rounding: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run numeric tests as on processors whose sums depend on the number of rows
+	MOEBIUS_TEST_ROW_ORDER=1 $(PYTEST) $(ROUNDING)
+
+variants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all numeric tests with every instruction set that this processor has
+	for variant in $(VARIANTS); do echo "== $$variant"; env $$variant $(PYTEST) -m 'not nightly' $(NUMERIC) || exit 1; done
+
+nightly: variants  ## run what takes too long for every change: the tests marked so, and `make variants`
+	$(PYTEST) --durations=10 -m nightly tests
 
 chaos: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all tests of the failure matrix F1-F30 and show it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.report

@@ -82,6 +82,7 @@ def test_a_lost_job_can_come_back_while_it_is_watched(run_dir, monkeypatch):
             texts.extend(event.text for event in next(looks))
 
     until("LOST: was RUNNING")
+    monkeypatch.setattr(life, "LOST_AFTER_S", 60.0)  # however late this process looks
     beat(run_dir)
     until("RUNNING: the supervisor is back")
     Journal(run_dir).append(State.SUCCEEDED, generation=1, reason="finished")

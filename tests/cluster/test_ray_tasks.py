@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairwise import slow_but
 
 from moebius.cluster.ray_tasks import RayPool, tasks_for
 from moebius.data_pipeline.errors import InputError
@@ -17,7 +16,7 @@ from moebius.data_pipeline.make.pools import LocalPool, WorkerDiedError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 
 def _outcomes(pool: RayPool, function: Any, items: list[Any]) -> list[tuple[int, Any]]:
@@ -112,7 +111,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("shuffle", slow_but([False, True], True))
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
     config = PrepareConfig(
         input=(str(_texts(tmp_path) / "*.txt"), "python:moebius.tests.small_corpus:pages"),
@@ -168,7 +167,6 @@ class KillingOnce(RayPool):
         return super().submit(dying, item)
 
 
-@pytest.mark.slow
 def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
     """Tasks die once; then a preparation dies with its driver, and another one continues."""
     config = PrepareConfig(
@@ -235,7 +233,6 @@ with simulated_cluster(2, cpus_per_node=2), KillingANode() as pool:
 """
 
 
-@pytest.mark.slow
 def test_a_killed_node_changes_no_byte(tmp_path):
     """One of two nodes dies at its first shard; the other one takes over its work."""
     config = PrepareConfig(
@@ -262,7 +259,6 @@ def test_a_killed_node_changes_no_byte(tmp_path):
 # ---- F19: what crashes is left out, as by local processes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("poison", ["PANIC", "EXIT"])
 def test_poison_is_quarantined_and_the_rest_has_the_same_bytes(tmp_path, poison):
     texts = _texts(tmp_path)

@@ -69,6 +69,7 @@ def start_submit(
     )
 
 
+@pytest.mark.slow
 def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
     config = config_of(tmp_path, num_nodes=2, max_restarts=1)
     # rank 0 waits before this step, so that rank 1 reaches it however late it starts

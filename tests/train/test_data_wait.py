@@ -71,10 +71,11 @@ def seen(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["digest"], line["loss"]) for line in lines(run_dir, "train")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     # of the second, what was read ahead hides a part: as long as the steps of a segment take
-    [Block((1,), 0, 5.0), pytest.param(Block((0, 1), 1, 9.0), marks=pytest.mark.slow)],
+    [Block((1,), 0, 5.0), Block((0, 1), 1, 9.0)],
 )
 def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, block) -> None:
     expected = tmp_path / "expected"

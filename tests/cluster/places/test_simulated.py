@@ -116,7 +116,7 @@ except JobError as error:
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "credentials",
     [
@@ -143,6 +143,7 @@ def test_a_stranger_is_refused_and_told_what_to_set(tmp_path, cluster, credentia
     assert "RAY_AUTH_TOKEN_PATH" in stranger.stdout
 
 
+@pytest.mark.slow
 def test_who_has_the_token_is_let_in(cluster):
     stranger = subprocess.run(
         [sys.executable, "-c", STRANGER, cluster.address],

@@ -104,6 +104,7 @@ _ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
     with LocalPool(1) as pool:
         pool.submit(_process, 0)
@@ -114,6 +115,7 @@ def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
         assert pool.wait() == (number, 10)
 
 
+@pytest.mark.slow
 def test_leaving_a_pool_ends_a_task_that_is_at_work():
     with LocalPool(1) as pool:
         pool.submit(_process, 0)
@@ -151,6 +153,7 @@ def work(seconds):
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_process_that_was_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -200,9 +200,7 @@ def _await_event(program: "subprocess.Popen[str]", number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seeds", [range(5), pytest.param(range(5, 10), marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 10), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
     undisturbed, tmp_path, shuffle, seeds

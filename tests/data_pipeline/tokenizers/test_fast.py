@@ -14,7 +14,6 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import slow_but
 from tokenizers import models, normalizers, pre_tokenizers
 
 from moebius.data_pipeline.tokenizers import fast, huggingface
@@ -101,7 +100,8 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but(LONG, "random letters"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LONG)
 @pytest.mark.timeout(100)
 def test_ten_million_characters_without_a_boundary_are_encoded(kind):
     text = LONG[kind]()

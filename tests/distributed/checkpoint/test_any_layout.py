@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from meshes import model_on, saver_in
+from pairwise import slow_but
 from world import run_ranks
 
 from moebius.distributed.checkpoint import format as checkpoint_files
@@ -158,8 +159,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name / "step_00000007" for name in (*LAYOUTS, MOVED)}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([1, 2, 3, 4], 4))
 def test_every_layout_loads_every_other(world: int, saved: dict[str, Path]) -> None:
     names = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world]
     assert run_ranks(load_states, world, names, saved) == [[]] * world

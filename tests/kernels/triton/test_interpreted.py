@@ -15,7 +15,14 @@ HERE = Path(__file__).parent
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "not slow and not nightly",
+        pytest.param("slow and not nightly", marks=pytest.mark.slow),
+        pytest.param("nightly", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_kernels_in_the_interpreter(chosen: str) -> None:
     command = [
         sys.executable,
