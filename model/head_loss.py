@@ -9,9 +9,8 @@ them by the gradient of the loss.
 
 Chunks are of tokens, not of the vocabulary. A softmax needs the whole row, so chunks of the
 vocabulary would compute every logit twice (a fourth product beside the three). With chunks of
-tokens the formulas are the plain loss's and each row's loss has the same bits. The price: V·D sums
-are read and written once per chunk, so a chunk is as large as the cache (CPU) or the products (GPU)
-prefer. `benchmarks/head_loss.py` measures both.
+tokens the formulas are the plain loss's. The price: V·D sums are read and written once per chunk, so
+a chunk is as large as the cache (CPU) or the products (GPU) prefer.
 
 If only some targets count (prompts, padding), the other rows are in no chunk: they cost no product,
 and their gradient is 0.
