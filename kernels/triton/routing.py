@@ -386,9 +386,8 @@ def _sum_equal(
     mask = (row < num_rows)[:, None] & (cols < OUT)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(PER):
-        total += tl.load(
-            outputs + (row * PER + k)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
-        ).to(tl.float32)
+        at = outputs + (row * PER + k)[:, None] * OUT + cols[None, :]
+        total += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     tl.store(out + row[:, None] * OUT + cols[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -400,8 +399,9 @@ def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.con
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for at in range(tl.load(starts + row), tl.load(starts + row + 1)):
-        route = tl.load(routes + at).to(tl.int64)
-        total += tl.load(outputs + route * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)
+        read = outputs + tl.load(routes + at).to(tl.int64) * OUT + cols
+        values = tl.load(read, mask=cols < OUT, other=0.0, eviction_policy="evict_first")
+        total += values.to(tl.float32)
     tl.store(out + row.to(tl.int64) * OUT + cols, total.to(out.dtype.element_ty), mask=cols < OUT)
 
 

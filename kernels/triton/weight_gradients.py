@@ -51,9 +51,9 @@ class Operands:
 
 
 @triton.jit
-def _write_addresses(table, tensors):
+def _write_addresses(table, tensors, COUNT: tl.constexpr):
     """Writes the addresses of all calls' operands into the table, skipping absent ones."""
-    for field in tl.static_range(len(tensors)):
+    for field in tl.static_range(COUNT):
         if tensors[field] is not None:
             tl.store(table + field, tensors[field].to(tl.int64))
 
@@ -210,7 +210,7 @@ def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.load(out_at, mask=at < SIZE, other=0.0).to(tl.float32)
     chunk_at = chunks + tl.cast(first, tl.int64) * SIZE + at
     for _ in range(first, end):
-        total += tl.load(chunk_at, mask=at < SIZE, other=0.0)
+        total += tl.load(chunk_at, mask=at < SIZE, other=0.0, eviction_policy="evict_first")
         chunk_at += SIZE
     tl.store(out_at, total.to(out.dtype.element_ty), mask=at < SIZE)
 
@@ -340,7 +340,7 @@ def _listed(
         for call in calls
         for tensor in (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
     )
-    launch(_write_addresses, 1, table, tensors)
+    launch(_write_addresses, 1, table, tensors, COUNT=len(tensors))
     launch(
         _list_rows,
         len(calls) * num_experts,
