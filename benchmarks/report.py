@@ -1,5 +1,6 @@
 """Writes a benchmark's figures with hardware, versions, commit and command."""
 
+import functools
 import json
 import os
 import platform
@@ -22,8 +23,12 @@ LIBRARIES = ("torch", "numpy", "pyarrow", "ray", "triton")
 _ABOUT = ("environment", "measured", "note")  # of a file with parts, beside these
 
 
+@functools.cache
 def environment() -> dict[str, Any]:
-    """Returns the machine and the software of a measurement."""
+    """Returns the machine and the software of a measurement, looked up once.
+
+    Figures are written as they come, and a GPU after a fault answers nothing.
+    """
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -35,11 +40,23 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
         "command": _command(),
     }
+    return facts | _gpu()
+
+
+def _gpu() -> dict[str, str]:
+    """Returns the GPU, its driver and CUDA; nothing where torch sees none."""
     import torch  # late: the processes of a pool import a benchmark too, and are timed
 
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name(0)
-    return facts
+    from moebius.cluster.check.probe import gpus_here
+
+    if not torch.cuda.is_available():
+        return {}
+    driver, _ = gpus_here()
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "driver": driver,
+        "cuda": str(torch.version.cuda),
+    }
 
 
 def cpu_name() -> str:
@@ -52,9 +69,10 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the sources; "unknown" for a copy without history."""
+    """Returns the commit of the sources. For a copy without history MOEBIUS_COMMIT names it."""
     if not (ROOT / ".git").exists():
-        return "unknown"
+        named = os.environ.get("MOEBIUS_COMMIT", "").strip()
+        return f"{named} (by MOEBIUS_COMMIT, no .git here)" if named else "unknown"
     try:
         head = _git("rev-parse", "--short", "HEAD").strip()
         changed = _git("status", "--porcelain", "--", "*.py", "*.cpp", "*.toml")
@@ -79,11 +97,20 @@ def _version(library: str) -> str | None:
 
 def save(name: str, figures: dict[str, Any], *, folder: Path = RESULTS) -> Path:
     """Writes FOLDER/NAME.json: the environment and the figures."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(
-        json.dumps({"environment": environment(), **figures}, indent=2) + "\n", encoding="utf-8"
-    )
+    return write_json(folder / f"{name}.json", {"environment": environment(), **figures})
+
+
+def write_json(path: Path, values: Any) -> Path:
+    """Writes values as a whole file."""
+    return replace_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> Path:
+    """Writes a whole file at once: a process that is killed meanwhile leaves the former one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
     return path
 
 
@@ -117,10 +144,7 @@ def save_parts(
     about = {key: before[key] for key in _ABOUT if key in before}
     merged = kept | dict(parts)
     figures = {under: merged} if under else merged
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = about | {"environment": now, "measured": measured, **others, **figures}
-    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    return path
+    return write_json(path, about | {"environment": now, "measured": measured, **others, **figures})
 
 
 def _command() -> str:

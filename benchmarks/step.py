@@ -10,9 +10,10 @@ through oneDNN, if exact; its best option so far with compiled dense parts. The 
 alternate in one process, so that a machine's drift affects both; the ratio is the median over
 pairs, with its quartiles. Every number of threads and precision has its own process. Memory is a
 step's need on top of weights and moments: activations, gradients, workspaces. What does not fit
-into the time is skipped and reported.
+into the time is skipped and reported. An option that fails is reported with its reason; one that
+takes the process with it (an illegal access of a GPU's kernel) is left out of a second process.
 
-Writes results/step_cpu.json (or step_gpu.json). Takes about 10 minutes on 2 cores.
+Writes results/step_cpu.json (or step_gpu.json) as figures come. Takes about 10 minutes on 2 cores.
 """
 
 import argparse
@@ -25,18 +26,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.gpu.attempt import UNFINISHED, is_broken, reason_of, require_gpu
 from benchmarks.kernels.layers import Mode, exact_mode, onednn_error
 from benchmarks.memory import peak_bytes
-from benchmarks.report import RESULTS, ROOT, save
+from benchmarks.report import RESULTS, ROOT, save, write_json
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.backend import BACKENDS
@@ -48,7 +51,7 @@ from moebius.train.run import Run, assemble
 
 SIDES = ("moeut", "dense")
 RATE = 1e-4
-CANNOT = (ValueError, RuntimeError, ImportError, NotImplementedError)
+POLL_S = 0.5  # how often a case's figures are copied into the results
 
 
 @dataclass(frozen=True)
@@ -85,33 +88,27 @@ class Way:
 def main() -> None:
     options = parse()
     if options.case is not None:
-        options.case_out.write_text(json.dumps(compare(Case(**json.loads(options.case)))))
+        compare(Case(**json.loads(options.case)), options.case_out)
         return
-    console, found = Console(width=120), []
+    if options.device == "cuda":
+        require_gpu()
+    found: list[dict[str, Any]] = []
     name = f"step_{'gpu' if options.device == 'cuda' else 'cpu'}{options.suffix}"
     figures, written = {"load_average": os.getloadavg(), "cases": found}, None
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    deadline = time.monotonic() + options.limit
-    with Progress(*columns, console=console) as progress:
-        cases = cases_of(options)
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            progress.update(
-                task, description=f"{case.size} {case.precision}, {case.threads} threads"
-            )
-            share = (deadline - time.monotonic()) / (len(cases) - len(found))
-            case = replace(case, seconds=share)
-            found.append(asdict(case) | in_own_process(case, deadline - time.monotonic()))
-            written = save(
-                name, figures, folder=options.out
-            )  # what there is, should a later case fail
-            progress.advance(task)
-    show(console, found)
+    deadline, cases = time.monotonic() + options.limit, cases_of(options)
+    for number, case in enumerate(cases):
+        share, after = (
+            (deadline - time.monotonic()) / (len(cases) - number),
+            len(cases) - number - 1,
+        )
+        case = replace(case, seconds=share)
+        print(f"{case.size}, {case.precision}, {case.threads} thread(s)", flush=True)
+        found.append({})
+        # one that hangs leaves half a share to each of the others
+        for present in in_own_process(case, deadline - after * share / 2):
+            found[-1] = asdict(case) | present
+            written = save(name, figures, folder=options.out)
+    show(Console(width=120), found)
     print(written)
 
 
@@ -157,54 +154,94 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
-    """Returns the case's figures, or why there are none."""
-    if seconds <= 0:
-        return {"why_not": "no time left (--limit)"}
+def in_own_process(case: Case, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yields the case's figures as they come, and why they are incomplete.
+
+    A process that died of one option is followed by another without it.
+    """
+    num_fatal, why_not = -1, "no time left (--limit)"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "case.json"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.step",
-            "--case",
-            json.dumps(asdict(case)),
-            "--case-out",
-            str(out),
-        ]
-        threads = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
-        try:
-            ended = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=threads,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired:
-            return {"why_not": f"took more than the {seconds:.0f} s that were left (--limit)"}
-        if ended.returncode:
-            return {"why_not": ended.stderr[-2000:]}
-        return json.loads(out.read_text())
+        while time.monotonic() < deadline and num_fatal < len(fatal_in(out)):
+            num_fatal = len(fatal_in(out))
+            with process_of(case, out) as process:
+                while (code := code_of(process)) is None and time.monotonic() < deadline:
+                    yield figures_in(out)
+            if code == 0:
+                yield figures_in(out)
+                return
+            errors = out.with_suffix(".err").read_text(encoding="utf-8", errors="replace")
+            why_not = "stopped (--limit)" if code is None else f"exit code {code}: {errors[-2000:]}"
+        yield figures_in(out) | {"why_not": why_not}
+
+
+def figures_in(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def fatal_in(path: Path) -> list[dict[str, Any]]:
+    """Returns the options that took their process with them."""
+    sides = figures_in(path).get("sides", {}).values()
+    return [entry for side in sides for entry in side["tried"] if entry.get("is_fatal")]
+
+
+@contextmanager
+def process_of(case: Case, out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a case in a process that ends with the context; its errors go beside `out`."""
+    words = ["--case", json.dumps(asdict(case)), "--case-out", str(out)]
+    with out.with_suffix(".err").open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.step", *words],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": str(case.threads)},
+            stdin=subprocess.DEVNULL,
+            stderr=errors,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def code_of(process: subprocess.Popen[bytes]) -> int | None:
+    """Waits a moment; returns the exit code, or None while the process runs."""
+    try:
+        return process.wait(timeout=POLL_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 # One case -----------------------------------------------------------------------------------------
 
 
-def compare(case: Case) -> dict[str, Any]:
+def compare(case: Case, out: Path) -> None:
+    """Compares both sides, and writes the figures to a file as they come.
+
+    What was fatal to an earlier process, by the file, is not tried again.
+    """
     torch.set_num_threads(case.threads)
-    found, clock = {"sides": {}}, Clock(case.seconds)
+    fatal, clock = fatal_in(out), Clock(case.seconds)
+    found: dict[str, Any] = {"sides": {}}
+    for side in SIDES:
+        found["sides"][side] = {"tried": [entry for entry in fatal if entry["side"] == side]}
+    keep = partial(write_json, out, found)
     with (
         start_process(case.device, timeout_s=600) as process,
         tempfile.TemporaryDirectory() as folder,
     ):
         runs: dict[str, tuple[Run, Way]] = {}
         for side, until in zip(SIDES, (0.45, 0.65), strict=True):
-            run, way, tried = best_run(case, side, process, Path(folder), clock, until)
-            runs[side], found["sides"][side] = (run, way), {"best": asdict(way), "tried": tried}
-        found |= by_turns(case, runs, clock)
+            bench = Bench(case, side, process, Path(folder), found["sides"][side]["tried"], keep)
+            best = bench.best_run(clock, until)
+            if best is not None:
+                runs[side], found["sides"][side]["best"] = best, asdict(best[1])
+        for figures in by_turns(case, runs, clock):
+            found |= figures
+            keep()
+        if "ratio" in found:
+            low, high = found["quartiles"]
+            print(f"  MoEUT ÷ dense: {found['ratio']:.2f} ({low:.2f}, {high:.2f})", flush=True)
         for side, (run, way) in runs.items():
             run.optimizer.zero_grad()
             one = found["sides"][side]
@@ -213,7 +250,7 @@ def compare(case: Case) -> dict[str, Any]:
                 one["step_peak_bytes"] = peak_bytes(
                     lambda run=run: step(run, new_batch(case, run), RATE), process.device
                 )
-    return found
+            keep()
 
 
 class Clock:
@@ -227,42 +264,73 @@ class Clock:
         return time.monotonic() - self._started < part * self._seconds
 
 
-def best_run(
-    case: Case, side: str, process: Process, folder: Path, clock: Clock, until: float
-) -> tuple[Run, Way, list[dict[str, Any]]]:
-    """Returns a side's fastest option, ready to continue, and all tried within that share of the
-    time.
-    """
-    tried: list[dict[str, Any]] = []
-    best: tuple[float, Way, Run] | None = None
-    for next_way in ways_of(case, side):
-        way = next_way(Way() if best is None else best[1])
-        entry: dict[str, Any] = asdict(way)
-        if any(entry.items() <= known.items() for known in tried):
-            continue
-        tried.append(entry)
-        if best is not None and not clock.is_before(until):
-            entry["why_not"] = "no time left (--limit)"
-            continue
+@dataclass(frozen=True)
+class Bench:
+    """Tries a side's options."""
+
+    case: Case
+    side: str
+    process: Process
+    folder: Path
+    tried: list[dict[str, Any]]
+    keep: Callable[[], Any]  # writes `tried` down
+
+    def best_run(self, clock: Clock, until: float) -> tuple[Run, Way] | None:
+        """Returns the fastest option, ready to continue; None if none runs.
+
+        After that share of the time no further one is tried.
+        """
+        best: tuple[float, Run, Way] | None = None
+        for next_way in ways_of(self.case, self.side):
+            way = next_way(Way() if best is None else best[2])
+            entry: dict[str, Any] = asdict(way)
+            if any(entry.items() <= known.items() for known in self.tried):
+                continue
+            entry["side"] = self.side
+            self.tried.append(entry)
+            if best is not None and not clock.is_before(until):
+                entry["why_not"] = "no time left (--limit)"
+                continue
+            run = self._attempt(way, entry)
+            print(f"  {self.side}, {way_text(asdict(way))}: {outcome(entry)}", flush=True)
+            if run is not None and (best is None or min(entry["seconds"]) < best[0]):
+                best = (min(entry["seconds"]), run, way)
+            del run
+            gc.collect()
+        return None if best is None else best[1:]
+
+    def _attempt(self, way: Way, entry: dict[str, Any]) -> Run | None:
+        """Times some steps, or records why that is not possible; a process that dies is recorded."""
+        entry |= {"why_not": UNFINISHED, "is_fatal": True}
+        self.keep()
+        run_dir = self.folder / f"{self.side}_{len(self.tried)}"
         try:
-            run = build(case, side, way, process, folder / f"{side}_{len(tried)}")
-            entry["first_s"] = timed_step(case, run, way)
-            entry["seconds"] = [timed_step(case, run, way) for _ in range(case.trials)]
-        except CANNOT as error:
-            entry["why_not"] = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            continue
-        if best is None or min(entry["seconds"]) < best[0]:
-            best = (min(entry["seconds"]), way, run)
-        del run
-        gc.collect()
-    if best is None:
-        raise RuntimeError(f"{side}: nothing runs here: {tried}")
-    return best[2], best[1], tried
+            run = build(self.case, self.side, way, self.process, run_dir)
+            entry["first_s"] = timed_step(self.case, run, way)
+            entry["seconds"] = [timed_step(self.case, run, way) for _ in range(self.case.trials)]
+            del entry["why_not"]
+        except Exception as error:
+            entry["why_not"], run = reason_of(error), None
+            if is_broken():
+                self.keep()
+                raise
+        del entry["is_fatal"]
+        self.keep()
+        return run
+
+
+def outcome(entry: dict[str, Any]) -> str:
+    return entry.get("why_not") or f"{min(entry['seconds']):.4g} s, first {entry['first_s']:.4g} s"
+
+
+# The fastest on a GPU come first: when the time is over, the others are left out.
+GPU_ORDER = ("triton", "grouped_mm", "megablocks", "segments")
 
 
 def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
     """Yields what to try next, given the best so far."""
-    backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
+    names = BACKENDS if case.device == "cpu" else GPU_ORDER
+    backends = [name for name in names if name != "reference"] if side == "moeut" else ["auto"]
     for name in backends:
         yield lambda _, name=name: Way(name)
     if case.device == "cpu" and case.precision == "float32" and onednn_error() < EXACT:
@@ -316,25 +384,36 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def by_turns(case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock) -> dict[str, Any]:
-    """Alternates steps of both sides, at least two of each."""
+def by_turns(
+    case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock
+) -> Iterator[dict[str, Any]]:
+    """Alternates steps of both sides, at least two of each; yields the figures after every pair."""
     times: dict[str, list[float]] = {side: [] for side in runs}
     for number in range(case.pairs):
         if number >= 2 and not clock.is_before(0.85):
             break
         for side, (run, way) in runs.items():
             times[side].append(timed_step(case, run, way))
-    ratios = [ours / theirs for ours, theirs in zip(*times.values(), strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        yield summary(case, times)
+
+
+def summary(case: Case, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns the figures of these steps, and of both sides their ratio."""
     medians = {side: statistics.median(own) for side, own in times.items()}
-    return {
+    found = {
         "seconds": medians,
         "fastest_s": {side: min(own) for side, own in times.items()},
         "tokens_per_s": {side: case.tokens / median for side, median in medians.items()},
+        "all_s": times,
+    }
+    if set(times) != set(SIDES):
+        return found
+    ratios = [ours / theirs for ours, theirs in zip(*times.values(), strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return found | {
         "ratio": statistics.median(ratios),
         "quartiles": [quartiles[0], quartiles[2]],
         "ratio_of_fastest": min(times["moeut"]) / min(times["dense"]),
-        "all_s": times,
     }
 
 
@@ -368,10 +447,10 @@ def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
     for case in cases:
         head = (case["size"], case["precision"], str(case["threads"]))
         if "ratio" not in case:
-            table.add_row(*head, case["why_not"][-200:])
+            table.add_row(*head, case.get("why_not", f"only: {case.get('seconds')}")[-200:])
             continue
         low, high = case["quartiles"]
-        peaks = [mib(case["sides"][side]["step_peak_bytes"]) for side in SIDES]
+        peaks = [mib(case["sides"][side].get("step_peak_bytes")) for side in SIDES]
         best = case["sides"]["moeut"]["best"]
         table.add_row(
             *head,

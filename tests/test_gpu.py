@@ -20,6 +20,7 @@ from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 
+pytest_plugins = ["benchmarks.gpu.pytest_plugin"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 MODEL = ModelConfig(

@@ -6,6 +6,7 @@ It takes less than a minute, mostly compiling. `python -m benchmarks.gpu` measur
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,44 +54,59 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
         return GpuCheck(
             check, False, f"Triton's kernels cannot run: {reason}", "see docs/kernels.md"
         )
-    worst = 0.0
-    for what, error, most in _errors(device, dtype):
-        if not error <= most:  # also if it is NaN
-            found = f"{what}: off by {error:.1e} (at most {most:g})"
-            return GpuCheck(
-                check, False, found, "report it, with the GPU's name; kernels.backend=segments"
-            )
-        worst = max(worst, error)
+    worst, faults = 0.0, list[str]()
+    for what, most, run in _comparisons(device, dtype):
+        try:
+            errors = run()
+        except Exception as error:  # noqa: BLE001 (a compiler's have no common base)
+            root: BaseException = error
+            while root.__cause__ is not None:  # the compiler's innermost error has the reason
+                root = root.__cause__
+            faults.append(f"{what}: {type(error).__name__}: {' '.join(str(root).split())}")
+            continue
+        worst = max(worst, *errors.values())
+        faults += [
+            f"{what}: {name}: off by {error:.1e} (at most {most:g})"
+            for name, error in errors.items()
+            if not error <= most  # also if it is NaN
+        ]
+    if faults:
+        advice = "report it, with the GPU's name; kernels.backend=segments"
+        return GpuCheck(check, False, "; ".join(faults), advice)
     seconds = time.perf_counter() - began_s
     return GpuCheck(
         check, True, f"within {worst:.0e} of plain PyTorch; {seconds:.0f} s with compiling"
     )
 
 
-def _errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float, float]]:
-    """Yields each checked value with its relative error and its tolerance."""
-    for what, name, value, expected in _compared(device, dtype):
-        error = ((value - expected).norm() / expected.norm()).item()
-        yield f"{what}: {name}", error, TOLERANCE[dtype]
-    if dtype is torch.float32:  # routers always compute in float32
-        for name, error in _router_errors(device).items():
-            yield f"router: {name}", error, ROUTER_TOLERANCE
-
-
-def _compared(
+def _comparisons(
     device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yields operation, name of a value, the kernel's value and the expected one."""
+) -> Iterator[tuple[str, float, Callable[[], dict[str, float]]]]:
+    """Yields operations, their tolerance, and functions that return the values' relative errors."""
+    most, here, cpu = TOLERANCE[dtype], (device, dtype), (torch.device("cpu"), dtype)
     for call in _calls():
-        expected = _outputs(call, torch.device("cpu"), dtype, "reference")
-        for name, value in _outputs(call, device, dtype, "triton").items():
-            yield f"triton, {call.name}", name, value, expected[name]
-    expected = _norms(torch.device("cpu"), dtype, add_norm_reference)
-    for name, value in _norms(device, dtype, add_norm).items():
-        yield "triton, residual and norm", name, value, expected[name]
-    expected = _rotations(torch.device("cpu"), dtype, _rotated_by_reference)
-    for name, value in _rotations(device, dtype, rotate_pair).items():
-        yield "triton, rotation", name, value, expected[name]
+        of = partial(_outputs, call)
+        run = partial(_compare, partial(of, *cpu, "reference"), partial(of, *here, "triton"))
+        yield f"triton, {call.name}", most, run
+    expected = partial(_norms, *cpu, add_norm_reference)
+    norms = partial(_compare, expected, partial(_norms, *here, add_norm))
+    yield "triton, residual and norm", most, norms
+    expected = partial(_rotations, *cpu, _rotated_by_reference)
+    rotations = partial(_compare, expected, partial(_rotations, *here, rotate_pair))
+    yield "triton, rotation", most, rotations
+    if dtype is torch.float32:  # routers always compute in float32
+        yield "router", ROUTER_TOLERANCE, partial(_router_errors, device)
+
+
+def _compare(
+    expected: Callable[[], dict[str, Tensor]], found: Callable[[], dict[str, Tensor]]
+) -> dict[str, float]:
+    """Returns the relative error of every value."""
+    right = expected()
+    return {
+        name: ((value - right[name]).norm() / right[name].norm()).item()
+        for name, value in found().items()
+    }
 
 
 def _calls() -> Iterator[_Call]:

@@ -2,11 +2,20 @@
 
     pip install --no-deps --no-build-isolation -e . && python -m benchmarks.gpu --out FOLDER
 
-The machine needs one H100 or H200, torch ≥ 2.11, Triton ≥ 3.6, and no network. Every part is a
-separate process with a time limit that writes its figures as they come, so a failed or hung part
-does not affect the others. FOLDER receives gpu_ceilings.json, tune_tiles.json and the resulting
-tiles.py, expert_layer_gpu.json, step_gpu.json, and gpu_log.txt with the parts' output. Parts after
-the tuning use its tiles.
+The machine needs one H100 or H200, torch ≥ 2.11, Triton ≥ 3.6, and no network. Whether the kernels
+are right comes first, what they cost second, what could make them faster last:
+
+    doctor    every kernel and NCCL (`moebius doctor --gpu`)
+    tests     those that need a GPU
+    layer     expert_layer_gpu.json
+    step      step_gpu.json
+    train     a small recipe, one rank of which is killed, so that it resumes from a checkpoint
+    ceilings  gpu_ceilings.json
+    tuning    tune_tiles.json and the resulting tiles.py
+
+Every part is a separate process with a time limit. It prints and writes its figures as they come, so
+a part that fails, hangs or is killed costs neither its own nor the others'. What is printed is also
+in FOLDER/gpu_log.txt.
 """
 
 import argparse
@@ -14,21 +23,27 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
-import torch
-from rich.console import Console
+from benchmarks.gpu.attempt import require_gpu
+from benchmarks.report import ROOT, environment
 
-from benchmarks.report import ROOT
-
-LEAST_S = 30.0  # a part is not begun with less
+LEAST_S = 20.0  # a part is not begun with less
 TIME = "{seconds}"  # in a command: the seconds that the part may plan with
-TO_END_S = 20.0  # between these and its limit
-TESTS = "tests/kernels"  # which skips what wants a GPU where there is none
+TO_END_S = 12.0  # between these and its limit
+POLL_S = 0.2
+WHOLE_S = 540.0
+MOEBIUS = (sys.executable, "-c", "from moebius.cli.main import main; main()")
+TESTS = ("tests/kernels/triton/test_gpu.py", "tests/test_gpu.py")
+RUN = (
+    *("mesh.ep=1", "mesh.dp_replicate=1", "job.num_nodes=1", "job.ranks_per_node=1"),
+    *("train.device=cuda", "train.steps=60", "train.log_every=1", "train.eval_every=60"),
+    *("checkpoint.every=20", "job.rehearse_failure_at_step=25"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,38 +63,46 @@ class Ended:
     state: str
     seconds: float
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state} ({self.seconds:.0f} s)"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=WHOLE_S, help="for everything")
     parser.add_argument("--parts", nargs="+", help="by name; default: all")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here: this script times nothing else")
+    require_gpu()
     folder = options.out.resolve()  # parts run in the project's folder
     folder.mkdir(parents=True, exist_ok=True)
-    console = Console(width=140)
-    console.print(f"[bold]{torch.cuda.get_device_name(0)}[/bold], torch {torch.__version__}")
-    with (folder / "gpu_log.txt").open("w", encoding="utf-8") as log:
-        ended = run_all(chosen(parts(folder), options.parts), options.seconds, log, console)
-    console.print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    facts = environment()
+    print(f"{facts['gpu']}, driver {facts['driver']}, {facts['versions']}, {facts['commit']}")
+    with tempfile.TemporaryDirectory() as runs:
+        every = chosen(parts(folder, Path(runs) / "run"), options.parts)
+        ended = run_all(every, options.seconds, folder / "gpu_log.txt")
+    print(*(str(part) for part in ended), sep="\n")
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     raise SystemExit(0 if all(part.state == "ok" for part in ended) else 1)
 
 
-def parts(out: Path) -> list[Part]:
-    """Lists all parts in order of execution; slow ones run with tuned tiles."""
+def parts(out: Path, run_dir: Path) -> list[Part]:
+    """Lists all parts in order of execution; their limits add up to less than the whole time."""
     python, to = sys.executable, ("--out", str(out))
-    layer = (python, "-m", "benchmarks.kernels.expert_layer", "--device", "cuda", "--limit", TIME)
-    step = (python, "-m", "benchmarks.step", "--device", "cuda", "--limit", TIME)
-    tune = (python, "-m", "benchmarks.gpu.tune_tiles", "--seconds", TIME)
-    tests = (python, "-m", "pytest", "-q", "-n", "8", "-k", "gpu", TESTS)
+    # A kernel that hangs lets no signal through: a thread ends its worker, and another takes over.
+    pytest = ("pytest", "-q", "-n", "12", "--timeout", "60", "--timeout-method", "thread", "-rf")
+    pytest += ("--tb", "line", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.pytest_plugin")
+    layer = ("benchmarks.kernels.expert_layer", "--device", "cuda", "--dtypes", "bfloat16")
+    step = ("benchmarks.step", "--device", "cuda", "--no-compile", "--pairs", "8")
+    train = (*MOEBIUS, "train", "smoke", *RUN, "--run-dir", str(run_dir))
     return [
-        Part("ceilings", (python, "-m", "benchmarks.gpu.ceilings", *to), 50),
-        Part("tests", tests, 110),
-        Part("tuning", (*tune, *to), 95),
-        Part("expert layer", (*layer, *to), 125),
-        Part("whole step", (*step, *to), 200),
+        Part("doctor", (*MOEBIUS, "doctor", "--gpu"), 60),
+        Part("tests", (python, "-m", *pytest, *TESTS), 110),
+        Part("layer", (python, "-m", *layer, "--limit", TIME, *to), 85),
+        Part("step", (python, "-m", *step, "--limit", TIME, *to), 105),
+        Part("train", train, 55),
+        Part("ceilings", (python, "-m", "benchmarks.gpu.ceilings", *to), 35),
+        Part("tuning", (python, "-m", "benchmarks.gpu.tune_tiles", "--seconds", TIME, *to), 85),
     ]
 
 
@@ -91,7 +114,7 @@ def chosen(every: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
     return [part for part in every if not names or part.name in names]
 
 
-def run_all(every: Sequence[Part], seconds: float, log: TextIO, console: Console) -> list[Ended]:
+def run_all(every: Sequence[Part], seconds: float, log: Path) -> list[Ended]:
     """Runs the parts in order, each within its own limit and the remaining time."""
     deadline, ended = time.monotonic() + seconds, []
     for part in every:
@@ -100,32 +123,43 @@ def run_all(every: Sequence[Part], seconds: float, log: TextIO, console: Console
             ended.append(Ended(part.name, f"not begun: {max(left, 0):.0f} s were left", 0.0))
         else:
             ended.append(run_part(part, min(part.limit_s, left), log))
-        console.print(f"{ended[-1].name}: {ended[-1].state} ({ended[-1].seconds:.0f} s)")
+        print(f"===== {ended[-1]}", flush=True)
     return ended
 
 
-def run_part(part: Part, limit_s: float, log: TextIO) -> Ended:
-    """Runs a part in a process group of its own, which ends with it."""
+def run_part(part: Part, limit_s: float, log: Path) -> Ended:
+    """Runs a part in a process group of its own, which ends with it; prints what it logs."""
     command = [f"{limit_s - TO_END_S:.0f}" if word == TIME else word for word in part.command]
-    log.write(f"\n===== {part.name}: {' '.join(command)}\n")
-    log.flush()
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(timeout=limit_s)
-        state = "ok" if code == 0 else f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        state = f"stopped after {limit_s:.0f} s"
-    finally:
-        end_group(process)
+    started, state = time.monotonic(), f"stopped after {limit_s:.0f} s"
+    with log.open("ab") as written, log.open("rb") as read:
+        read.seek(0, os.SEEK_END)
+        written.write(f"\n===== {part.name}: {' '.join(command)}\n".encode())
+        written.flush()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while (left := started + limit_s - time.monotonic()) > 0:
+                try:
+                    code = process.wait(timeout=min(POLL_S, left))
+                    state = "ok" if code == 0 else f"exit code {code}"
+                    break
+                except subprocess.TimeoutExpired:
+                    show(read.read())
+        finally:
+            end_group(process)
+            show(read.read())
     return Ended(part.name, state, time.monotonic() - started)
+
+
+def show(output: bytes) -> None:
+    print(output.decode("utf-8", errors="replace"), end="", flush=True)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

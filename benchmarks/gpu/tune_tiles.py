@@ -10,25 +10,34 @@ The calls are forward, backward of the rows, or weight gradients of a layer of t
 1024, F 128, E 387, K 16, at 16,384 tokens for "many" rows per expert and 4,096 for "few".
 Everything else stays the same, so the fastest call has the fastest tile. Other launches use an
 entry too: K1 forward's is used by GELU and by V's gate, whose 256 rows of odd widths spill on
-sm_90. Run `make kernels` before keeping a tile. A candidate that does not fit the chip, or changes
-the output, is rejected. When the time is over, unmeasured entries stay.
+sm_90. Run `make kernels` before keeping a tile. All candidates of an entry are compiled at the same
+time before the first is timed. One that does not compile or fit the chip, or changes the output, is
+rejected. When the time is over, unmeasured candidates stay out.
 
-Writes kernels/triton/tiles.py; writes every time to tune_tiles.json in FOLDER (default results/),
-and with --out also a copy of that module.
+Writes kernels/triton/tiles.py, every time or reason to tune_tiles.json in FOLDER (default results/),
+and with --out also a copy of that module, all of it after every candidate.
 """
 
 import argparse
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from rich.console import Console
 from torch import Tensor
+from triton import AsyncCompileMode
+from triton.runtime.jit import JITFunction
 
-from benchmarks.report import RESULTS, environment, save
+from benchmarks.gpu.attempt import UNFINISHED, Broken, is_broken, reason_of, require_gpu, restart
+from benchmarks.report import RESULTS, environment, replace_text, save
 from moebius.kernels.calls import (
     Deferred,
     LinearCall,
@@ -61,55 +70,126 @@ DEVICE = "cuda"
 TOLERANCE = 2e-2  # of the norm: another tile adds in another order, no more
 
 
+NAME = "tune_tiles"  # of the file
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--kernels", nargs="+", choices=ORDER, default=ORDER)
     parser.add_argument("--precision", choices=DTYPES, default="bf16")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--go-on", action="store_true", help=argparse.SUPPRESS)  # after a restart
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here: a tile is only as good as its time on one")
+    require_gpu()
+    deadline = time.monotonic() + options.seconds
+    measured = known(options.out or RESULTS) if options.go_on else {}
+    keep = partial(write_down, measured, dict(TILES), options.out)
     keys = [(kernel, options.precision, load) for kernel in options.kernels for load in TOKENS]
-    measured = measure_all(keys, time.monotonic() + options.seconds, Console())
-    table = TILES | {
-        key: best for key, times in measured.items() if (best := fastest(times)) is not None
-    }
+    try:
+        measure_all(keys, measured, deadline, keep)
+    except Broken:
+        left_s = max(1.0, deadline - time.monotonic())
+        restart("benchmarks.gpu.tune_tiles", "--go-on", "--seconds", f"{left_s:.0f}")
+
+
+def known(folder: Path) -> Measured:
+    """Reads what was measured before a restart."""
+    found = json.loads((folder / f"{NAME}.json").read_text(encoding="utf-8"))["measured"]
+    measured: Measured = {}
+    for name, rows in found.items():
+        kernel, precision, load = name.split("/")
+        measured[kernel, precision, load] = {Tile(*sides): ms for *sides, ms in rows}
+    return measured
+
+
+def write_down(measured: Measured, before: dict[Key, Tile], out: Path | None) -> None:
+    """Writes all times, and the table with the fastest tiles."""
     figures = {
         "/".join(key): [[*astuple(tile), ms] for tile, ms in times.items()]
         for key, times in measured.items()
     }
     columns = ["rows", "columns", "depth", "warps", "stages", "ms"]
-    save("tune_tiles", {"columns": columns, "measured": figures}, folder=options.out or RESULTS)
+    save(NAME, {"columns": columns, "measured": figures}, folder=out or RESULTS)
     facts, path = environment(), Path(triton_tiles.__file__)
     origin = (
         f"{len(measured)} entries measured on {facts['gpu']}, commit {facts['commit']}; "
         "the others chosen by hand"
     )
-    written = rewritten(path.read_text(encoding="utf-8"), table, origin)
-    for place in (path, *([options.out / path.name] if options.out else [])):
-        place.write_text(written, encoding="utf-8")
+    best = {key: best for key, times in measured.items() if (best := fastest(times)) is not None}
+    written = rewritten(path.read_text(encoding="utf-8"), before | best, origin)
+    for place in (path, *([out / path.name] if out else [])):
+        replace_text(place, written)
 
 
-def measure_all(keys: Sequence[Key], deadline: float, console: Console) -> Measured:
-    """Measures the present tile of each entry first; skips entries for which there is no time left."""
-    measured: Measured = {}
+def measure_all(
+    keys: Sequence[Key], measured: Measured, deadline: float, keep: Callable[[], None]
+) -> None:
+    """Measures the candidates of each entry that are not in `measured`; the present tile is first.
+
+    Raises:
+        Broken: a candidate broke the CUDA context; its reason is in `measured`.
+    """
     for key in keys:
-        present, times = TILES[key], {}
-        for tile in candidates(key):
+        present = TILES[key] = next(iter(measured.get(key, ())), TILES[key])
+        tiles = list(candidates(key))
+        if time.monotonic() > deadline or measured.get(key, {}).keys() >= set(tiles):
+            continue
+        times = measured.setdefault(key, {})
+        left = [tile for tile in tiles if tile not in times]
+        if isinstance(times.get(present), float):
+            left.insert(0, present)  # after a restart: it says what the output is
+        reasons = compile_all(key, left)
+        for tile in left:
             if time.monotonic() > deadline:
                 break
+            times[tile] = UNFINISHED
+            keep()
             TILES[key] = tile
-            times[tile] = _timed(key)
-        else:
-            measured[key] = times
-        TILES[key] = present
-        if (best := fastest(times)) is not None:
-            console.print(
-                f"{'/'.join(key)}: {best} {times[best]:.3f} ms; {present} {times[present]}"
-            )
-            TILES[key] = best if key in measured else present
-    return measured
+            times[tile] = reasons.get(tile) or _timed(key)
+            keep()
+            if is_broken():
+                raise Broken
+        best = TILES[key] = fastest(times) or present
+        ran = sum(isinstance(ms, float) for ms in times.values())
+        print(
+            f"{'/'.join(key)}: {best} {times.get(best)} ms; now {present} {times.get(present)}; "
+            f"{ran} of {len(tiles)} ran",
+            flush=True,
+        )
+
+
+_launch = JITFunction.run
+
+
+def _compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    del warmup
+    return _launch(kernel, *args, grid=grid, warmup=True, **options)
+
+
+def compile_all(key: Key, tiles: Sequence[Tile]) -> dict[Tile, str]:
+    """Compiles an entry's call with every tile at the same time; returns why some cannot be."""
+    if triton_tiles.INTERPRETED:
+        return {}
+    jobs, reasons, present = {}, dict[Tile, str](), TILES[key]
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        AsyncCompileMode(pool, ignore_errors=True) as mode,
+        patch.object(JITFunction, "run", _compile_only),
+    ):
+        for tile in tiles:
+            TILES[key], begun = tile, len(mode.raw_futures)
+            try:
+                _call(key)()
+            except Exception as error:  # noqa: BLE001 (a compiler's have no common base)
+                reasons[tile] = reason_of(error)
+            jobs[tile] = mode.raw_futures[begun:]
+    TILES[key] = present
+    for tile, futures in jobs.items():
+        for future in futures:
+            if (error := future.exception()) is not None:
+                reasons[tile] = reason_of(error)
+    return reasons
 
 
 def candidates(key: Key) -> Iterator[Tile]:
@@ -163,7 +243,7 @@ def _timed(key: Key) -> float | str:
         output = call().double()
         size = output.norm().item()  # waits for the GPU: what goes wrong there shows here
     except Exception as error:  # noqa: BLE001 (compiler's and driver's have no common base)
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return reason_of(error)
     off = ((output - _expected.setdefault(key, output)).norm() / size).item()
     if not off < TOLERANCE:
         return f"another output: off by {off:.1e} of its norm"

@@ -17,27 +17,43 @@ the reference in float64; one that is wrong, or takes more than 5 seconds, is no
 are those of all storages that autograd keeps, without weights, beside the minimum (x, hidden rows,
 gates, sorted order and its inverse). A contender stops after its --seconds of a cell.
 
-Writes results/expert_layer_cpu.json (or _gpu). Takes about 10 minutes on 2 cores.
+On a GPU times are those between two events, and the device sleeps until the host has launched all of
+a pass. "late" counts passes in which it woke up too early, so that launches may be part of their
+time; fastest_cpu_ms is what the host needs for launching.
+
+Every entry is written to results/expert_layer_cpu.json (or _gpu) as it comes, also why a contender
+failed. Takes about 10 minutes on 2 cores.
 """
 
 import argparse
 import gc
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.attempt import (
+    UNFINISHED,
+    Broken,
+    is_broken,
+    reason_of,
+    require_gpu,
+    restart,
+)
 from benchmarks.kernels.layers import (
     CPU_SETTINGS,
     GPU_SETTINGS,
     SKEW,
     Bank,
+    Choice,
     Contender,
     Layer,
     Mode,
@@ -61,8 +77,13 @@ TOLERANCES = {torch.float32: EXACT, torch.bfloat16: 2e-2}
 FEWEST = 2  # rounds
 PATIENCE_S = 5.0  # of a pass beyond which nobody is timed
 WRONG = "wrong"
-# What a backend says when a device, a dtype or a shape is not for it, or a package is not here.
-CANNOT = (ValueError, RuntimeError, ImportError, NotImplementedError)
+LATE = "not reached (--limit)"
+CLOCK_HZ = 2e9  # of a GPU's multiprocessors, at most
+LONGEST_SLEEP_S = 0.02  # of a GPU that waits for the host
+
+
+class Unfit(Exception):
+    """Reports that a contender ran and must not be timed."""
 
 
 @dataclass
@@ -82,6 +103,11 @@ class Entry:
     why_not: str | None = None  # it cannot run here, is wrong, or takes too long
     cells: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def label(self) -> str:
+        """Returns the name, with the mode unless it is the default."""
+        return self.name if self.mode == "default" else f"{self.name} ({self.mode})"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -95,15 +121,76 @@ class Plan:
     seconds: float
     deadline: float  # of time.monotonic(): no cell is begun after it
 
+    def has_time(self, num_ready: int) -> bool:
+        """Returns whether one more contender could still be timed, beside those that are ready."""
+        needed_s = self.seconds * len(self.threads) * (num_ready + 1)
+        return time.monotonic() + needed_s < self.deadline
+
+
+class Sheet:
+    """Holds all entries, and writes them down after every change."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        gpu = plan.device.type == "cuda"
+        self._name, self._folder = f"expert_layer_{'gpu' if gpu else 'cpu'}", folder
+        self.about: dict[str, Any] = {}
+        self.entries: list[Entry] = []
+        self.finished: list[str] = []  # settings and dtypes
+
+    def load(self) -> None:
+        """Takes over what this program measured before it was restarted."""
+        found = json.loads((self._folder / f"{self._name}.json").read_text(encoding="utf-8"))
+        self.entries = [Entry(**entry) for entry in found["entries"]]
+        self.finished = found["finished"]
+
+    def keep(self) -> Path:
+        """Writes the file anew."""
+        _compare_with_ceilings(self.entries)
+        entries = [asdict(entry) for entry in self.entries]
+        figures = self.about | {"finished": self.finished, "entries": entries}
+        return save(self._name, figures, folder=self._folder)
+
+    def entry_of(self, setting: Setting, dtype: torch.dtype, contender: Contender) -> Entry:
+        """Returns a contender's entry, a new one unless it failed before a restart."""
+        new = Entry(setting.name, name_of(dtype), contender.name, contender.role, contender.mode)
+        key = (new.setting, new.dtype, new.label)
+        known = [e for e in self.entries if (e.setting, e.dtype, e.label) == key]
+        if known and known[0].why_not:
+            return known[0]
+        self.entries = [*(e for e in self.entries if e not in known), new]
+        return new
+
+    @contextmanager
+    def attempt(self, entry: Entry) -> Iterator[None]:
+        """Makes an exception the entry's reason; a process that is killed leaves one too.
+
+        Raises:
+            Broken: nothing runs in this process any more.
+        """
+        entry.why_not = UNFINISHED
+        self.keep()
+        try:
+            yield
+            entry.why_not = None
+        except Unfit as error:
+            entry.why_not = str(error)
+        except Exception as error:
+            entry.why_not = reason_of(error)
+            if is_broken():
+                self.keep()
+                raise Broken from error
+        self.keep()
+
 
 def main() -> None:
     options = parse()
     plan = make_plan(options)
     gc.freeze()  # what the imports left behind is not searched before every measurement of memory
     kept = plan.device.type == "cpu" and keep_freed_memory()
-    onednn, console, entries = onednn_error(), Console(width=150), list[dict[str, Any]]()
-    name = f"expert_layer_{'gpu' if plan.device.type == 'cuda' else 'cpu'}"
-    figures: dict[str, Any] = {
+    onednn, console, sheet = onednn_error(), Console(width=150), Sheet(plan, options.out)
+    if options.go_on:
+        sheet.load()
+    sheet.about = {
         "method": {
             "skew": SKEW,
             "routing": "drawn anew for every run of every contender",
@@ -114,17 +201,19 @@ def main() -> None:
             "load_average": os.getloadavg(),
         },
         "settings": [asdict(setting) for setting in plan.settings],
-        "entries": entries,
     }
     for setting in plan.settings:
         for dtype in plan.dtypes:
-            found = measure(setting, dtype, plan, exact_modes(plan.device, dtype, onednn))
-            entries += [asdict(entry) for entry in found]
-            # what there is, should a later setting fail
-            written = save(name, figures, folder=options.out)
-            console.print(table_of(f"{setting.name}, {name_of(dtype)}", found))
+            title = f"{setting.name}, {name_of(dtype)}"
+            if title in sheet.finished:
+                continue
+            found = measure(setting, dtype, plan, exact_modes(plan.device, dtype, onednn), sheet)
+            sheet.finished.append(title)
+            written = sheet.keep()
+            console.print(table_of(title, found))
             console.print(written)
-    if any(e["role"] == "ours" and (e["why_not"] or "").startswith(WRONG) for e in entries):
+    ours = [entry for entry in sheet.entries if entry.role == "ours"]
+    if any((entry.why_not or "").startswith(WRONG) for entry in ours):
         raise SystemExit("one of ours is wrong: see the table")
 
 
@@ -138,12 +227,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of a contender and cell; 1, on a GPU 0.3")
     parser.add_argument("--limit", type=float, default=690.0, help="no cell is begun after it")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--go-on", action="store_true", help=argparse.SUPPRESS)  # after a restart
     return parser.parse_args()
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Returns the requested measurements, with the device's defaults."""
     gpu = options.device == "cuda"
+    if gpu:
+        require_gpu()
     known = {setting.name: setting for setting in (GPU_SETTINGS if gpu else CPU_SETTINGS)}
     if unknown := set(options.settings or ()) - set(known):
         raise SystemExit(f"no setting {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
@@ -165,26 +257,44 @@ def exact_modes(device: torch.device, dtype: torch.dtype, onednn: float) -> tupl
     return ("default", "oneDNN") if both else ("default",)
 
 
-def measure(setting: Setting, dtype: torch.dtype, plan: Plan, modes: Sequence[Mode]) -> list[Entry]:
-    """Checks all contenders of a setting and dtype, then times them in every cell."""
+def measure(
+    setting: Setting, dtype: torch.dtype, plan: Plan, modes: Sequence[Mode], sheet: Sheet
+) -> list[Entry]:
+    """Checks all contenders of a setting and dtype, then times them in every cell.
+
+    A GPU's contender is also timed as soon as it is checked, so that a run that is cut short has
+    figures.
+    """
     torch.set_num_threads(max(plan.threads))
+    rivals = contenders(setting, modes)
+    entries = [sheet.entry_of(setting, dtype, contender) for contender in rivals]
     generator = torch.Generator(plan.device).manual_seed(0)
-    bank = draw_bank(setting, dtype, generator)
-    found = [
-        (each, Entry(setting.name, name_of(dtype), each.name, each.role, each.mode))
-        for each in contenders(bank, modes)
-    ]
-    if time.monotonic() > plan.deadline:
-        for _, entry in found:
-            entry.why_not = "not reached (--limit)"
-        return [entry for _, entry in found]
-    check(found, setting, dtype, plan)
-    running = [Running(c, e, c.build(bank), bank) for c, e in found if e.why_not is None]
-    for threads in plan.threads:
-        torch.set_num_threads(threads)
-        if time.monotonic() < plan.deadline:
-            time_cell(running, threads, plan, generator)
-    return [entry for _, entry in found]
+    try:
+        bank, exam = draw_bank(setting, dtype, generator), draw_exam(setting, dtype, plan.device)
+    except Exception as error:  # noqa: BLE001 (what fails here fails for all of them)
+        for entry in entries:
+            entry.why_not = entry.why_not or reason_of(error)
+        return entries
+    running: list[Running] = []
+    try:
+        for contender, entry in zip(rivals, entries, strict=True):
+            if entry.why_not is None and not plan.has_time(len(running)):
+                entry.why_not = LATE
+            if entry.why_not is None:
+                with sheet.attempt(entry):
+                    check(contender, entry, exam)
+                    running.append(Running(contender, entry, contender.build(bank), bank))
+                if plan.device.type == "cuda" and entry.why_not is None:
+                    time_cell(running[-1:], 1, FEWEST, plan, generator, sheet)
+            print(line_of(entry), flush=True)
+        for threads in plan.threads:
+            torch.set_num_threads(threads)
+            if time.monotonic() < plan.deadline:
+                time_cell(running, threads, plan.rounds, plan, generator, sheet)
+    except Broken:
+        left_s = max(1.0, plan.deadline - time.monotonic())
+        restart("benchmarks.kernels.expert_layer", "--go-on", "--limit", f"{left_s:.0f}")
+    return entries
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -194,26 +304,35 @@ def name_of(dtype: torch.dtype) -> str:
 # Right, and how much memory -----------------------------------------------------------------------
 
 
-def check(
-    found: Sequence[tuple[Contender, Entry]], setting: Setting, dtype: torch.dtype, plan: Plan
-) -> None:
-    """Runs every contender's first pass for its peak memory, saved bytes and values."""
-    generator = torch.Generator(plan.device).manual_seed(1)
+@dataclass(frozen=True)
+class Exam:
+    """Holds what every contender is checked with, and the right result."""
+
+    bank: Bank
+    choices: tuple[Choice, ...]
+    expected: Result
+
+
+def draw_exam(setting: Setting, dtype: torch.dtype, device: torch.device) -> Exam:
+    generator = torch.Generator(device).manual_seed(1)
     bank = draw_bank(setting, dtype, generator, exact=True)
     choices = draw_choices(setting, SKEW, generator)
-    expected = meaning(bank, choices)
-    for contender, entry in found:
-        try:
-            output = first_pass(contender, entry, bank, choices)
-        except CANNOT as error:
-            entry.why_not = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            continue
-        if contender.role in ("peer", "ours"):
-            entry.error = output.error(expected)
-            if not entry.error <= TOLERANCES[dtype]:
-                entry.why_not = f"{WRONG}: relative error {entry.error:.1e}"
-        if entry.why_not is None and (entry.first_ms or 0.0) > PATIENCE_S * 1e3:
-            entry.why_not = f"not timed: one pass takes {entry.first_ms:.0f} ms"
+    return Exam(bank, choices, meaning(bank, choices))
+
+
+def check(contender: Contender, entry: Entry, exam: Exam) -> None:
+    """Runs a contender's first pass for its peak memory, saved bytes and values.
+
+    Raises:
+        Unfit: it is wrong, or takes too long.
+    """
+    output = first_pass(contender, entry, exam.bank, exam.choices)
+    if contender.role in ("peer", "ours"):
+        entry.error = output.error(exam.expected)
+        if not entry.error <= TOLERANCES[exam.bank.x_TD.dtype]:
+            raise Unfit(f"{WRONG}: relative error {entry.error:.1e}")
+    if (entry.first_ms or 0.0) > PATIENCE_S * 1e3:
+        raise Unfit(f"not timed: one pass takes {entry.first_ms:.0f} ms")
 
 
 def first_pass(contender: Contender, entry: Entry, bank: Bank, choices: Sequence[Any]) -> Result:
@@ -252,6 +371,15 @@ def clear(leaves: Sequence[torch.Tensor]) -> None:
 # Time ---------------------------------------------------------------------------------------------
 
 
+class Timing(NamedTuple):
+    """Holds the time of a forward and backward pass."""
+
+    wall_s: float  # between events on a GPU
+    cpu_s: float
+    launch_s: float = 0.0  # what the host took on a GPU
+    is_late: bool = False  # the GPU may have waited for launches
+
+
 @dataclass
 class Running:
     """Holds a runnable contender and its times in the present cell."""
@@ -260,11 +388,11 @@ class Running:
     entry: Entry
     layer: Layer
     bank: Bank
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    launch_s: float = 0.0  # of the last pass
 
-    def one(self, generator: torch.Generator) -> tuple[float, float]:
-        """Returns seconds and processor seconds of a forward and backward pass with new routing."""
+    def run_once(self, generator: torch.Generator) -> Timing:
+        """Times a forward and backward pass with new routing."""
         choices = draw_choices(self.bank.setting, SKEW, generator)
         clear((self.bank.x_TD, *self.layer.weights))
 
@@ -272,61 +400,118 @@ class Running:
             self.layer(self.bank.x_TD, choices).backward(self.bank.grad_TD)
 
         with exact_mode(self.contender.mode):
-            return timed_on_gpu(passes) if self.bank.x_TD.is_cuda else timed(passes)
+            if not self.bank.x_TD.is_cuda:
+                return timed(passes)
+            timing = timed_on_gpu(passes, self.launch_s)
+        self.launch_s = timing.launch_s
+        return timing
+
+    @property
+    def spent_s(self) -> float:
+        """Returns the time of all passes of the cell."""
+        return sum(timing.wall_s for timing in self.timings)
 
 
-def timed(work: Callable[[], None]) -> tuple[float, float]:
+def timed(work: Callable[[], None]) -> Timing:
     wall, cpu = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def timed_on_gpu(work: Callable[[], None]) -> tuple[float, float]:
-    """Measures between two GPU events: host launches cost nothing if in time, and count if late."""
+def timed_on_gpu(work: Callable[[], None], launch_s: float) -> Timing:
+    """Measures between two GPU events.
+
+    The GPU sleeps for twice the time that the host took to launch the last pass, as in a training
+    step, in which the host is ahead. Work that waits for the GPU is late by nature.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    cpu = time.process_time()
-    torch.cuda._sleep(200_000)  # some 0.1 ms in which the host gets ahead, as in a training step
+    cpu, wall = time.process_time(), time.perf_counter()
+    torch.cuda._sleep(int(min(2 * launch_s + 1e-4, LONGEST_SLEEP_S) * CLOCK_HZ))
     start.record()
     work()
     end.record()
-    cpu = time.process_time() - cpu
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    is_late = start.query()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3, cpu
+    return Timing(start.elapsed_time(end) / 1e3, cpu, wall, is_late)
 
 
 def time_cell(
-    running: Sequence[Running], threads: int, plan: Plan, generator: torch.Generator
+    running: Sequence[Running],
+    threads: int,
+    rounds: int,
+    plan: Plan,
+    generator: torch.Generator,
+    sheet: Sheet,
 ) -> None:
     """Runs rounds in turns until every contender has had its time."""
     for one in running:
-        one.wall_s, one.cpu_s = [], []
-        if one.bank.x_TD.is_cuda:
-            one.one(generator)  # kernels are compiled and memory is there
-    for number in range(plan.rounds):
+        one.timings = []
+    for number in range(rounds):
         for one in running:
-            if number >= FEWEST and sum(one.wall_s) > plan.seconds:
+            over = one.spent_s > plan.seconds or time.monotonic() > plan.deadline
+            if one.entry.why_not or (number >= FEWEST and over):
                 continue
-            wall, cpu = one.one(generator)
-            one.wall_s.append(wall)
-            one.cpu_s.append(cpu)
-    ceilings = [one for one in running if one.contender.role == "ceiling"]
-    wall = min(min(one.wall_s) for one in ceilings)
-    cpu = min(min(one.cpu_s) for one in ceilings)
-    for one in running:
-        cell = {
-            "threads": threads,
-            "rounds": len(one.wall_s),
-            "fastest_ms": min(one.wall_s) * 1e3,
-            "fastest_cpu_ms": min(one.cpu_s) * 1e3,
-            "of_ceiling": wall / min(one.wall_s),
-            # what to read on a busy machine, at one thread
-            "of_ceiling_by_cpu_time": None if one.bank.x_TD.is_cuda else cpu / min(one.cpu_s),
-        }
-        one.entry.cells.append(cell)
+            with sheet.attempt(one.entry):
+                if number == 0 and one.bank.x_TD.is_cuda:
+                    one.run_once(generator)  # kernels are compiled and memory is there
+                one.timings.append(one.run_once(generator))
+                write_cell(one, threads)
+
+
+def write_cell(one: Running, threads: int) -> None:
+    """Writes a contender's figures at a number of threads into its entry."""
+    fastest, gpu = min(one.timings), one.bank.x_TD.is_cuda
+    cell = {
+        "threads": threads,
+        "rounds": len(one.timings),
+        "fastest_ms": fastest.wall_s * 1e3,
+        "fastest_cpu_ms": min(timing.cpu_s for timing in one.timings) * 1e3,
+        "late": sum(timing.is_late for timing in one.timings) if gpu else None,
+    }
+    others = [each for each in one.entry.cells if each["threads"] != threads]
+    one.entry.cells = [*others, cell]
+
+
+def _compare_with_ceilings(entries: Sequence[Entry]) -> None:
+    """Divides the fastest ceiling's times by those of every cell."""
+    for entry in entries:
+        for cell in entry.cells:
+            same = [
+                other
+                for ceiling in entries
+                if ceiling.role == "ceiling"
+                and (ceiling.setting, ceiling.dtype) == (entry.setting, entry.dtype)
+                for other in ceiling.cells
+                if other["threads"] == cell["threads"]
+            ]
+            # by processor time: what to read on a busy machine, at one thread
+            by = {"of_ceiling": "fastest_ms", "of_ceiling_by_cpu_time": "fastest_cpu_ms"}
+            for ratio, time_ms in by.items():
+                best = min((other[time_ms] for other in same), default=None)
+                cell[ratio] = None if best is None else best / cell[time_ms]
+            if cell["late"] is not None:
+                cell["of_ceiling_by_cpu_time"] = None
 
 
 # Report -------------------------------------------------------------------------------------------
+
+
+def line_of(entry: Entry) -> str:
+    """Returns what is known of a contender before the table is complete."""
+    head = f"{entry.setting}, {entry.dtype}, {entry.label}"
+    if entry.why_not:
+        return f"{head}: {entry.why_not}"
+    error = "" if entry.error is None else f"error {entry.error:.0e}, "
+    times = [cell_text(cell) for cell in entry.cells] or [f"first pass {entry.first_ms:.4g} ms"]
+    return f"{head}: {error}{', '.join(times)}"
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    ratio = "" if cell["of_ceiling"] is None else f" {cell['of_ceiling']:.2f}"
+    late = f" ({cell['late']} of {cell['rounds']} late)" if cell["late"] else ""
+    return f"{cell['fastest_ms']:.4g}{ratio}{late}"
 
 
 def table_of(title: str, entries: Sequence[Entry]) -> Table:
@@ -335,15 +520,14 @@ def table_of(title: str, entries: Sequence[Entry]) -> Table:
     table = Table("", "error", "saved MiB", "over ideal", "peak MiB", *heads, title=title)
     for entry in entries:
         style = {"ours": "bold green", "ceiling": "yellow", "dense": "cyan"}.get(entry.role, "")
-        label = entry.name if entry.mode == "default" else f"{entry.name} ({entry.mode})"
-        times = [f"{c['fastest_ms']:.4g} {c['of_ceiling']:.2f}" for c in entry.cells]
+        times = [cell_text(cell) for cell in entry.cells]
         table.add_row(
-            label,
+            entry.label,
             "" if entry.error is None else f"{entry.error:.0e}",
             mib(entry.saved_bytes),
             "" if entry.saved_over_ideal is None else f"{entry.saved_over_ideal:+.1%}",
             mib(entry.peak_bytes),
-            *(times or [(entry.why_not or "not reached")[:60]]),
+            *(times or [(entry.why_not or "not reached")[:100]]),
             style=style,
         )
     return table

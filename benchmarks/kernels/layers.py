@@ -272,9 +272,13 @@ class Contender:
     mode: Mode = "default"
 
 
-def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
-    """Returns all contenders of a setting; trying shows which can run here."""
-    setting, found = bank.setting, list[Contender]()
+# What a run that is cut short must have answered.
+_FIRST = ("dense, equal MACs", "dense baseline", "ours: triton", "grouped_mm", "the loop")
+
+
+def contenders(setting: Setting, modes: Sequence[Mode]) -> list[Contender]:
+    """Returns all contenders of a setting, the most telling first; trying shows which can run here."""
+    found = list[Contender]()
     for mode in modes:
         found.append(Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode))
         if setting.d_dense is not None:
@@ -285,7 +289,7 @@ def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
     for name in BACKENDS:
         build = partial(ExpertLayer, run=partial(run_layer, backend=name))
         found.append(Contender(f"ours: {name}", "ours", build))
-    return found
+    return sorted(found, key=lambda each: (*_FIRST, each.name).index(each.name))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,22 +51,25 @@ def add_commands(commands: Commands) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    findings: list[Finding]
+    show, failed = (_print_json if options.json else _show), False
+    for findings in _look(options):
+        show(findings)
+        failed |= any(each.verdict == "fail" for each in findings)
+    return int(failed)
+
+
+def _look(options: argparse.Namespace) -> "Iterator[list[Finding]]":
+    """Yields the findings to be shown together: a GPU's one by one, as a kernel may hang."""
     if options.gpu:
         if options.address is not None:
             raise ValueError("--gpu checks this machine: omit --address")
         from ...cluster.check.doctor import look_at_gpus
 
-        findings = look_at_gpus()
+        yield from ([each] for each in look_at_gpus())
     elif options.address is None:
-        findings = _examine_here(options)
+        yield _examine_here(options)
     else:
-        findings = _examine_cluster(options)
-    if options.json:
-        _print_json(findings)
-    else:
-        _show(findings)
-    return int(any(each.verdict == "fail" for each in findings))
+        yield _examine_cluster(options)
 
 
 def _examine_here(options: argparse.Namespace) -> "list[Finding]":

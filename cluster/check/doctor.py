@@ -10,7 +10,7 @@ job's own agents.
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -210,8 +210,8 @@ def _why(report: AgentReport) -> str:
 # GPUs ---------------------------------------------------------------------------------------------
 
 
-def look_at_gpus() -> list[Finding]:
-    """Checks the kernels and NCCL on the GPUs that this process sees.
+def look_at_gpus() -> Iterator[Finding]:
+    """Checks the kernels and NCCL on the GPUs that this process sees, and yields each finding.
 
     Raises:
         ValueError: it sees none.
@@ -227,11 +227,10 @@ def look_at_gpus() -> list[Finding]:
             "--gpu, `moebius doctor` checks the rest"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    checks = [check_kernels(device, dtype) for dtype in TOLERANCE]
-    findings = [
-        Finding(check.name, "ok" if check.is_ok else "fail", check.found, check.advice)
-        for check in checks
-    ]
+    for dtype in TOLERANCE:
+        check = check_kernels(device, dtype)
+        verdict = "ok" if check.is_ok else "fail"
+        yield Finding(check.name, verdict, check.found, check.advice)
     here, world = "127.0.0.1", torch.cuda.device_count()
     nodes = {here: Probe(here)}
-    return [*findings, _self_test("NCCL", f"{world} GPU(s)", nodes, world, backend="nccl")]
+    yield _self_test("NCCL", f"{world} GPU(s)", nodes, world, backend="nccl")

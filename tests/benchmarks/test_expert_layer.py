@@ -1,21 +1,14 @@
-"""The benchmarks of expert layers measure what they say: right answers, counted bytes, parts that end
-in time.
-"""
+"""The benchmarks of expert layers measure what they say: right answers, counted bytes."""
 
 import gc
 import json
 import subprocess
 import sys
-import time
-from io import StringIO
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.gpu import __main__ as gpu
 from benchmarks.kernels import expert_layer
 from benchmarks.kernels.layers import (
     Result,
@@ -40,7 +33,7 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
     bank = draw_bank(setting, torch.float32, generator, exact=True)
     choices = draw_choices(setting, 0.5, generator)
     expected, ran = meaning(bank, choices, chunk=11), set[str]()
-    for contender in contenders(bank, ("default", "oneDNN")):
+    for contender in contenders(setting, ("default", "oneDNN")):
         if contender.role not in ("peer", "ours"):
             continue
         layer = contender.build(bank)
@@ -50,7 +43,7 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
             with exact_mode(contender.mode):
                 y = lambda layer=layer: layer(bank.x_TD, choices)  # noqa: E731
                 answer = result_of(y, bank.grad_TD, leaves)
-        except expert_layer.CANNOT:
+        except (ValueError, ImportError):
             assert contender.name.startswith("ours")
             continue
         assert answer.error(expected) < 1e-5, contender.name
@@ -111,7 +104,8 @@ def test_the_layer_benchmark_runs_from_settings_to_figures(
 
 
 TINY_STEP = """
-import json
+import sys
+from pathlib import Path
 from benchmarks import step
 from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
@@ -120,37 +114,14 @@ DENSE = ["model.attention.kind=dense", "model.feed_forward.kind=dense", "model.f
 step.RECIPES = {
     "moeut_tiny": lambda: resolve("smoke", SMALL, RECIPES), "dense_tiny": lambda: resolve("smoke", SMALL + DENSE, RECIPES),
 }
-print(json.dumps(step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2, False, 60.0))))
+step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2, False, 60.0), Path(sys.argv[1]))
 """
 
 
 @pytest.mark.slow
-def test_the_step_benchmark_compares_two_models() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", TINY_STEP], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+def test_the_step_benchmark_compares_two_models(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TINY_STEP, str(tmp_path / "case.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = json.loads((tmp_path / "case.json").read_text())
     assert len(found["all_s"]["moeut"]) == len(found["all_s"]["dense"]) == 2
-
-
-def test_a_part_that_hangs_or_fails_costs_the_others_nothing(tmp_path: Path) -> None:
-    child = tmp_path / "child"
-    hang = (
-        "import subprocess; p = subprocess.Popen(['sleep', '60']);"
-        f"open({str(child)!r}, 'w').write(str(p.pid)); p.wait()"
-    )
-    programs = {"hangs": (hang, 2.0), "fails": ("raise SystemExit(3)", 10.0), "works": ("", 10.0)}
-    every = [
-        gpu.Part(name, (sys.executable, "-c", program), limit_s)
-        for name, (program, limit_s) in programs.items()
-    ]
-    started, console = time.monotonic(), Console(file=StringIO())
-    with (tmp_path / "log").open("w") as log:
-        ended = gpu.run_all(every, 60.0, log, console)
-        late = gpu.run_all(every[2:], gpu.LEAST_S - 1, log, console)
-    assert [part.state for part in ended] == ["stopped after 2 s", "exit code 3", "ok"]
-    assert late[0].state.startswith("not begun")
-    assert time.monotonic() - started < 30
-    pid = int(child.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

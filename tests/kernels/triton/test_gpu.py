@@ -42,6 +42,7 @@ from moebius.kernels.triton.router import BOUND
 from moebius.kernels.triton.routing import sort_routes
 from moebius.model.execution.precision import forward_in
 
+pytest_plugins = ["benchmarks.gpu.pytest_plugin"]
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = [("triton", BF16), ("triton", FP32), ("grouped_mm", BF16), ("megablocks", BF16)]
 LARGE = {

@@ -61,6 +61,10 @@ def other_rows(s_TD: torch.Tensor, *args: Any, right: Any, **options: Any) -> No
     right(s_TD + 0.01, *args, **options)
 
 
+def without_compiling(*args: Any, right: Any, **options: Any) -> None:
+    raise RuntimeError("at 3:33:\nout of") from ValueError("300000 bytes,\nshared memory")
+
+
 def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
     right(*args, scale=scale, back=False)  # only the gradients see it
 
@@ -78,8 +82,9 @@ def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
         ),
         (norm, "add_norm_backward", other_rows, "residual and norm: gradient of rows: off"),
         (rotary, "rotate_pair", never_back, "rotation: gradient of queries: off"),
+        (norm, "add_norm", without_compiling, "norm: RuntimeError: 300000 bytes, shared memory"),
     ],
-    ids=["router", "its gradient", "norm", "rotation"],
+    ids=["router", "its gradient", "norm", "rotation", "no kernel"],
 )
 def test_another_wrong_kernel_is_named(
     module: Any, name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
