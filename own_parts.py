@@ -33,6 +33,9 @@ FOLDER = "MOEBIUS_FOLDER"
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
+_MOST = 10  # words in a message
+_MOST_COMPARED = 10_000  # in 0.3 s
+_SHOWN = 80  # characters of a word
 
 
 class OwnPartError(ValueError):
@@ -53,6 +56,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known word closest to `word`; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def some_of(words: Iterable[object], near: str = "") -> str:
+    """Returns at most ten words for a message, those nearest to `near` first, and how many more."""
+    known = [word if len(word) <= _SHOWN else f"{word[:_SHOWN]}…" for word in map(str, words)]
+    shown = known
+    if near and _MOST < len(known) <= _MOST_COMPARED:
+        shown = difflib.get_close_matches(near, known, n=_MOST, cutoff=0.0)
+    more = f" and {len(known) - _MOST:,} more" if len(known) > _MOST else ""
+    return f"{', '.join(shown[:_MOST])}{more}" if known else "none"
 
 
 @dataclass(frozen=True, eq=False)
