@@ -13,6 +13,7 @@ This module is below all packages and imports none of them.
 import difflib
 import hashlib
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -82,6 +83,7 @@ class Wanted:
     own: str  # what a user's own part must be: "a function of a tensor"
     fits: Callable[[Any], bool] = callable
     settings: bool = False  # whether a user's own function may take settings
+    takes: int | None = None  # how many positional arguments it is called with; None: unchecked
 
     def get(self, name: str) -> Any:
         """Returns the part of that name, with its settings bound.
@@ -97,6 +99,8 @@ class Wanted:
             return self.known[name]
         path, settings = split_settings(name, where=self.key)
         found = import_own(path, where=self.key, wants=self.own, fits=self.fits)
+        if self.takes is not None:
+            check_call(found, (None,) * self.takes, settings, f"{self.key}: {path}", self.own)
         return partial(found, **settings) if settings else found
 
     def check(self, name: str) -> str:
@@ -187,6 +191,28 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
             f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
         )
     return found
+
+
+def check_call(
+    found: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    settings: Mapping[str, Any],
+    where: str,
+    wants: str,
+) -> None:
+    """Checks that a function takes these arguments, without calling it.
+
+    Raises:
+        OwnPartError: it does not.
+    """
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of some functions in C, Python knows no signature
+        return
+    try:
+        signature.bind(*arguments, **settings)
+    except TypeError as error:
+        raise OwnPartError(f"{where}{signature} cannot be called: {error}: it must be {wants}") from None
 
 
 def own_digests() -> dict[str, str]:

@@ -41,6 +41,7 @@ ACTIVATION = Wanted(
     "an activation",
     {**_PLAIN, **GATES},
     "a function of a tensor, element by element",
+    takes=1,
 )
 
 

@@ -37,6 +37,7 @@ BALANCE = Wanted(
     "a form of the balancing loss",
     dict.fromkeys(["load", "entropy"]),
     "a function of (mean probability, fraction of choices) that returns each expert's cost",
+    takes=2,
 )
 
 

@@ -58,6 +58,7 @@ NORM = Wanted(
     {"layernorm": LayerNorm, "rmsnorm": RMSNorm},
     "a subclass of torch.nn.Module whose argument is a row's width",
     lambda found: is_subclass(found, nn.Module),
+    takes=1,
 )
 
 

@@ -22,6 +22,7 @@ OPTIMIZER = Wanted(
     {"adamw": lambda named, config: make_optimizer(config, named)},
     "a function of (named parameters, OptimConfig) that returns a torch.optim.Optimizer",
     settings=True,
+    takes=2,
 )
 SCHEDULE = Wanted(
     "optim.schedule",
@@ -29,6 +30,7 @@ SCHEDULE = Wanted(
     {"cosine": lambda step, config: cosine_rate(config, step)},
     "a function of (step, OptimConfig) that returns the learning rate",
     settings=True,
+    takes=2,
 )
 
 

@@ -35,6 +35,7 @@ DEPTH_LOSS = Wanted(
     {},
     "a function of DepthStates that returns a value per sequence",
     settings=True,
+    takes=1,
 )
 
 
