@@ -22,7 +22,7 @@ VARIANTS := MOEBIUS_TEST_ROW_ORDER=1 ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=
 	ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2
 
 .NOTPARALLEL:
-.PHONY: help train test test-all test-conform test-dashboard rounding variants nightly chaos chaos-run kernels mutants lint docs wheel clean
+.PHONY: help train test test-all test-conform test-dashboard rounding variants nightly chaos chaos-run kernels range oldest mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -53,7 +53,7 @@ rounding: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run numeric tes
 	MOEBIUS_TEST_ROW_ORDER=1 $(PYTEST) $(ROUNDING)
 
 variants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all numeric tests with every instruction set that this processor has
-	for variant in $(VARIANTS); do echo "== $$variant"; env $$variant $(PYTEST) -m 'not nightly' $(NUMERIC) || exit 1; done
+	for variant in $(VARIANTS); do echo "== $$variant"; env $$variant $(PYTEST) $(NUMERIC) || exit 1; done
 
 nightly: variants  ## run what takes too long for every change: the tests marked so, and `make variants`
 	$(PYTEST) --durations=10 -m nightly tests
@@ -65,7 +65,13 @@ chaos-run: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## shoot at a sma
 	$(BIN)/python -m tests.chaos.run $(CHAOS)
 
 kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for seven kinds of GPUs and look at what came out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/kernels/triton/test_compiles.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or nightly" tests/kernels/triton/test_compiles.py
+
+range: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile the front end of every Triton kernel with the oldest and the newest Triton
+	$(BIN)/python .ci/versions.py triton
+
+oldest: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run numeric tests with the oldest and the newest versions of all dependencies (12 GB)
+	for which in oldest newest; do $(BIN)/python .ci/versions.py $$which $(PYTHON) -n $(WORKERS) --dist loadfile $(NUMERIC) || exit 1; done
 
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py
