@@ -11,6 +11,7 @@ Legend: B sequences, S positions, D model width.
 """
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -23,6 +24,7 @@ from .attention.attention import make_attention
 from .attention.base import DepthContext
 from .balance import RouterReport, report_routing
 from .config.model_config import ModelConfig
+from .execution.draws import drawing
 from .execution.recompute import Recompute, recomputing, run_recomputed
 from .halting import Unhalted
 from .initialise import Initializers
@@ -108,6 +110,12 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         if halting:  # the step is recomputed
             context = replace(context, unhalted=Unhalted(*halting))
+        with nullcontext() if context.draws is None else drawing(context.draws):
+            return self._attend_and_feed(context, x_BSD)
+
+    def _attend_and_feed(
+        self, context: DepthContext, x_BSD: Tensor
+    ) -> tuple[Tensor, dict[str, RouterReport]]:
         is_post = self.norm == "post"
         read = self._read(x_BSD, None, None if is_post else self.attention_norm, self._attends)
         y_BSD, routings = self.attention(

@@ -34,6 +34,7 @@ from .block import Layer
 from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
 from .documents import Documents
 from .execution.depth_losses import DepthStates, WeightedLoss
+from .execution.draws import Draws, fresh_draws
 from .execution.recompute import Recompute
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
@@ -106,6 +107,9 @@ class Transformer(nn.Module):
         self.loops = Loops(config, initializers)
         self.num_loops = config.num_repeats  # of a pass in evaluation; may be set
         self.training_depth: PassDepth | None = None  # of the next pass in training; None: as there
+        self.training_draws: Draws | None = (
+            None  # of the same; None: from torch's default generator
+        )
         self.exit_rule: ExitRule | None = None  # of evaluation; may be set
         self.measures_loops = False  # whether training passes compare their loops; may be set
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
@@ -150,7 +154,12 @@ class Transformer(nn.Module):
         past = 0 if cache is None else cache[0].length
         positions_BS = None if documents is None else documents.positions_BS
         x_BSD = self._embed(tokens_BS, past, positions_BS)
-        context = DepthContext(self._rotary(x_BSD, past, positions_BS), documents=documents)
+        draws = None
+        if self.training:
+            draws = self.training_draws or fresh_draws(len(tokens_BS), tokens_BS.device)
+        context = DepthContext(
+            self._rotary(x_BSD, past, positions_BS), documents=documents, draws=draws
+        )
         depth = self.depth
         steps = _DepthSteps(self, depth, context, cache, len(tokens_BS))
         schedule, real_BS = steps.schedule, None if documents is None else documents.real_BS
@@ -174,6 +183,7 @@ class Transformer(nn.Module):
                     final_norm=self.final_norm,
                     positions_BS=positions_BS,
                     past=past,
+                    draws=draws,
                     exits=exits,
                     measures=steps.measures,
                 )
@@ -423,7 +433,8 @@ class _DepthSteps:
         batch_size: int,
     ) -> None:
         self._model, self._context, self._cache = model, context, cache
-        self.schedule, self._batch_size = model.config.schedule_of(depth.num_loops), batch_size
+        self._depth, self._batch_size = depth, batch_size
+        self.schedule = model.config.schedule_of(depth.num_loops)
         self._past = 0 if cache is None else cache[0].length
         self._keeps_states = model.training and bool(model.depth_losses)
         self.done: list[DepthStep] = []
@@ -454,7 +465,13 @@ class _DepthSteps:
             cache.forget_from(self._past)  # what an earlier loop has left in a shared entry
         scale = self._model.loops.residual_scale(step, self.schedule)
         marks = self.measures is not None
-        context = replace(context, cache=cache, residual_scale=scale, marks_choices=marks)
+        context = replace(
+            context,
+            cache=cache,
+            residual_scale=scale,
+            draws=self._draws(step, live),
+            marks_choices=marks,
+        )
         x_BSD, report = self._model.group[step.member](x_BSD, context)
         if self.measures is not None:
             self.measures.see_routes(step, report.get("feed_forward"))
@@ -463,6 +480,21 @@ class _DepthSteps:
         if self._keeps_states:
             self.states[step.index] = x_BSD
         return x_BSD
+
+    def _draws(self, step: DepthStep, live: Tensor | None) -> Draws | None:
+        """Returns the layer's draws in the loops that its sequences make there."""
+        draws, depth, loops = (
+            self._context.draws,
+            self._depth,
+            -1 if step.loop is None else step.loop,
+        )
+        if draws is None:
+            return None
+        if step.loop is not None and depth.of_sequence is not None:
+            of_pass = depth.live(step.loop)
+            places = range(self._batch_size) if of_pass is None else of_pass
+            loops = [depth.place(step.loop, sequence) for sequence in places]
+        return draws.at(f"layer {step.member}", loops, live)
 
 
 def _slot(step: DepthStep, shared_loops: int | None) -> tuple[int, int | None]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..data_pipeline.read.rows import SplitReader
 from ..distributed.checkpoint.format import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
+from ..model.execution.draws import Draws
 from ..model.execution.precision import cast_weights, forward_in
 from ..model.initialise import initialise
 from ..model.transformer import Transformer
@@ -93,7 +94,7 @@ class CallSource:
     def _record(self, tokens_BS: Tensor, step: int, rank: int) -> list[RoutedCall]:
         """Returns the calls of one rank's micro-batch, routed by the whole model.
 
-        Routers that sample draw from the micro-batch's own stream.
+        Routers that sample draw as in training.
         """
         train = self.config.train
         with (
@@ -101,6 +102,8 @@ class CallSource:
             tap(self.model, step=step, with_values=True) as calls,
         ):
             seed_micro_batch(train.seed, step, rank)
+            first, last = rank * len(tokens_BS), (rank + 1) * len(tokens_BS)
+            self.model.training_draws = Draws(f"{train.seed}/{step}", torch.arange(first, last))
             forward_in(self.model, getattr(torch, train.precision), tokens_BS)
         return calls
 

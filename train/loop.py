@@ -30,7 +30,14 @@ from .loss import micro_batch_loss
 from .metrics.run_lines import open_log
 from .metrics.sinks import check_sinks
 from .metrics.step_metrics import StepMeter
-from .micro_batches import MicroBatch, count_targets, document_use, draw_depths, split_batch
+from .micro_batches import (
+    MicroBatch,
+    count_targets,
+    document_use,
+    draw_depths,
+    draws_of,
+    split_batch,
+)
 from .optim import learning_rate_at
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
@@ -152,11 +159,12 @@ def accumulate_gradients(
     config = run.config
     forward = partial(forward_in, run.model, products_dtype(config.train.precision))
     counters_before = counters_of(run.model)
-    first_index = run.process.rank * len(micro_batches)
+    device, first_index = run.process.device, run.process.rank * len(micro_batches)
     depths = draw_depths(config, run.progress.step, run.process, len(micro_batches))
     for index, micro_batch in enumerate(micro_batches, start=first_index):
         seed_micro_batch(config.train.seed, run.progress.step, index)
         run.model.training_depth = depth = depths[index - first_index]
+        run.model.training_draws = draws_of(config, run.progress.step, index, device)
         same = micro_batch.equal_rows and depth.of_sequence is None
         promise = equal_rows() if same else nullcontext()
         with promise:

@@ -1,7 +1,7 @@
 """A run's persistent state: a flat dict of tensors under global names, and a plain dict of values.
 
-It contains no random state: every micro-batch draws from its own stream, keyed by the step's
-number.
+It contains no random state: every sequence draws its own numbers, keyed by the run's seed, the step
+and the sequence's number in the step's batch.
 """
 
 import hashlib
@@ -112,10 +112,10 @@ def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Loca
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
-    """Seeds a micro-batch's own random stream on the CPU and on this process's GPU.
+    """Seeds torch's default generators for a micro-batch, on the CPU and on this process's GPU.
 
-    `index` counts the step's micro-batches over all ranks in the order of their samples, so the
-    same sequences draw the same numbers on any number of ranks.
+    Only a user's own parts draw from them; everything here has model/execution/draws.py. `index`
+    counts the step's micro-batches over all ranks in the order of their samples.
     """
     key = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     number = int.from_bytes(key, "little") >> 1

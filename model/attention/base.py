@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config.attention_config import AttentionConfig
 from ..documents import DocumentRows, Documents
+from ..execution.draws import Draws
 from ..halting import Unhalted
 from ..layers import Linear, RotaryTable
 from ..routers.router import Router
@@ -56,6 +57,7 @@ class DepthContext:
     # Visibility and padding; None: each position sees all before it, no padding. Excludes a cache.
     documents: Documents | None = None
     residual_scale: float = 1.0  # of what the layer adds to the residual stream
+    draws: Draws | None = None  # of the random numbers; None: in evaluation
     marks_choices: bool = False  # whether the feed-forward's report has `chosen_TE`
 
     def of_sequences(self, live: Tensor) -> "DepthContext":

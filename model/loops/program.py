@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.model_config import DepthStep, ModelConfig
+from ..execution.draws import Draws
 from ..initialise import Initializers, constant, identity, parameter, zeros
 from ..layers import NORM, Linear, wide_dtype
 from .depth import PassDepth
@@ -27,6 +28,7 @@ from .exits import ExitGate, Exits
 from .measures import LoopMeasures
 
 _FREQUENCIES = 8  # of r/R and of 1/R, π·2⁰ … π·2⁷
+_WITHIN = math.erf(3 / math.sqrt(2))  # of a uniform number that becomes the starting noise
 _START_DECAY = math.sqrt(1 / 5)  # of the state per loop, at the start (Parcae)
 
 # Parameters without weight decay: Parcae's A, Δ, B and C.
@@ -169,6 +171,7 @@ class Loops(nn.Module):
         final_norm: nn.Module | None,
         positions_BS: Tensor | None,
         past: int,
+        draws: Draws | None = None,
         exits: Exits | None = None,
         measures: LoopMeasures | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,6 +186,7 @@ class Loops(nn.Module):
             final_norm: of the model; None: it has none.
             positions_BS: the position of every token in its document; None: of one per row.
             past: positions in the cache.
+            draws: of the random numbers, in training.
             exits: decides in evaluation which sequences leave early.
             measures: is shown the state around every loop.
 
@@ -205,7 +209,7 @@ class Loops(nn.Module):
             if step.member == self.first and step.loop == 0 and self.injection is not None:
                 x_BSD = states.x_BSD
                 e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
-                x_BSD = self.start_state(x_BSD, positions_BS, past)
+                x_BSD = self.start_state(x_BSD, positions_BS, past, draws)
                 states = _States(x_BSD, self.injection.prepare(e_BSD))
             if step.member == self.first:  # outside `no_grad`: those that wait keep their gradient
                 states.keep(depth.live(step.loop) if exits is None else exits.enter(x_BSD.device))
@@ -255,32 +259,34 @@ class Loops(nn.Module):
         num_core_steps = sum(each.loop is not None for each in schedule)
         return factor * num_core**0.5 / num_core_steps
 
-    def start_state(self, e_BSD: Tensor, positions_BS: Tensor | None, past: int) -> Tensor:
+    def start_state(
+        self, e_BSD: Tensor, positions_BS: Tensor | None, past: int, draws: Draws | None
+    ) -> Tensor:
         """Returns the state before the first loop, (B, S, D).
 
-        Drawn in training from the default generator; in evaluation by position alone, so that no
-        other row and no cache changes it.
+        Drawn in training by `draws`; in evaluation (None) by position alone, so that no other row
+        and no cache changes it.
         """
         if self.config.start == "embedding":
             return e_BSD
         if self.config.start == "zero":
             return torch.zeros_like(e_BSD)
-        if self.training:
-            return self._noise(torch.empty_like(e_BSD, dtype=wide_dtype(e_BSD)), None).to(e_BSD)
+        if draws is not None:
+            signed_BSD = 2 * draws.uniform(e_BSD.shape).to(wide_dtype(e_BSD)) - 1
+            return self._noise(signed_BSD * _WITHIN).to(e_BSD)
         generator, num_positions = torch.Generator().manual_seed(0), past + e_BSD.shape[1]
-        table_SD = self._noise(torch.empty(num_positions, e_BSD.shape[-1]), generator)
+        table_SD = torch.empty(num_positions, e_BSD.shape[-1])
+        table_SD = self._noise(table_SD.uniform_(-_WITHIN, _WITHIN, generator=generator))
         if positions_BS is None:
             return table_SD[past:].to(e_BSD).expand_as(e_BSD)
         return table_SD.to(e_BSD)[positions_BS]
 
-    def _noise(self, empty: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Fills a tensor from a normal distribution cut at 3 standard deviations.
+    def _noise(self, uniform: Tensor) -> Tensor:
+        """Makes numbers from −erf(3/√2) to erf(3/√2) normal, cut at 3 standard deviations.
 
         By its inverse: torch's truncated normal rejects values, so a longer table would begin
         otherwise, and a GPU would wait.
         """
-        within = math.erf(3 / math.sqrt(2))
-        uniform = empty.uniform_(-within, within, generator=generator)
         return uniform.erfinv_().mul_(math.sqrt(2) * self.state_std)
 
     def _begin(self, states: "_States", loop: int, depth: PassDepth) -> None:

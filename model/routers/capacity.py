@@ -30,6 +30,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
+from ..execution.draws import draw_uniform
 from ..routing import Routes
 from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
@@ -118,7 +119,7 @@ class CapacityRouter(ChoiceRouter):
         if not self.training or not self.config.random_second:
             return None
         second_T = choice.weights_TK[:, 1].detach()
-        asked_T = 2 * second_T > torch.rand_like(second_T)
+        asked_T = 2 * second_T > draw_uniform(second_T.shape, second_T.device)
         return torch.stack((torch.ones_like(asked_T), asked_T), dim=1)
 
 

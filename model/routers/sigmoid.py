@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from ..balance import BALANCE
+from ..execution.draws import draw_uniform
 from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
@@ -99,5 +100,5 @@ class SigmoidRouter(ChoiceRouter):
         """
         if not self._drops:
             return logits_THA
-        dropped_THA = torch.rand_like(logits_THA) < self.config.expert_dropout
+        dropped_THA = draw_uniform(logits_THA.shape, logits_THA.device) < self.config.expert_dropout
         return logits_THA.masked_fill(dropped_THA, float("-inf"))

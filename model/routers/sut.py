@@ -27,6 +27,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from ..balance import RunningSum
+from ..execution.draws import draw_uniform
 from ..execution.recompute import save_decision
 from ..initialise import Initializer, uniform
 from ..layers import Linear, wide_dtype
@@ -148,11 +149,13 @@ class SutRouter(Router):
     def _chosen(self, probabilities_TE: Tensor) -> Tensor:
         """Chooses the K best; in training draws the last `sampled` of them.
 
-        Draws use p + 1e-6 of the remaining experts.
+        Draws use p + 1e-6 of the remaining experts: with u uniform, the largest p / −ln u are a draw
+        without replacement.
         """
         top_k, sampled = self.config.top_k, self.config.sampled if self.training else 0
         best_TK = probabilities_TE.topk(top_k - sampled, dim=1).indices
         if not sampled:
             return best_TK
-        left_TE = (probabilities_TE + 1e-6).scatter(1, best_TK, 0.0)
-        return torch.cat((best_TK, torch.multinomial(left_TE, sampled)), 1)
+        race_TE = -draw_uniform(probabilities_TE.shape, probabilities_TE.device).log()
+        left_TE = ((probabilities_TE + 1e-6) / race_TE).scatter(1, best_TK, -1.0)
+        return torch.cat((best_TK, left_TE.topk(sampled, dim=1).indices), 1)

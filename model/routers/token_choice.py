@@ -14,11 +14,11 @@ Legend: T rows, D their width, E experts, K experts chosen.
 
 from typing import Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...kernels.fused.router import Gate
+from ..execution.draws import draw_uniform
 from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import own_dtype, router_logits
@@ -93,7 +93,8 @@ class TokenChoiceRouter(CapacityRouter):
         width = self.config.jitter
         if not self.training or width == 0:
             return x_TD
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
+        noise_TD = 1 + width * (2 * draw_uniform(x_TD.shape, x_TD.device) - 1)
+        return x_TD * noise_TD.to(x_TD.dtype)
 
 
 def softmax_gates(chosen_TK: Tensor, logits_TE: Tensor, *, renormalise: bool) -> Tensor:

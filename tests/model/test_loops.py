@@ -479,7 +479,7 @@ class Masked(Loops):
         if self.injection is not None:
             e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
             e_BSD = self.injection.prepare(e_BSD)
-            x_BSD = self.start_state(x_BSD, positions_BS, past)
+            x_BSD = self.start_state(x_BSD, positions_BS, past, unused["draws"])
         for loop in range(depth.num_loops):
             places = [depth.place(loop, sequence) for sequence in range(num_sequences)]
             with torch.set_grad_enabled(has_grad and loop >= depth.no_gradient):

@@ -125,6 +125,22 @@ def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
             assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
 
 
+def test_drawn_numbers_are_the_same_on_every_layout(data: Path, tmp_path: Path) -> None:
+    """Noise before the loops, a depth of every sequence's own, and dropped experts."""
+    dropping = {"kind": "sigmoid", "top_k": 4, "balance": 0.0, "expert_dropout": 0.3}
+    model = tiny_model("parcae_moe", {"feed_forward.router": dropping, "vocab_size": 257}).config
+    found = []
+    for world, ep, micro in ((1, 1, 8), (1, 1, 2), (2, 1, 4), (2, 2, 1)):
+        config = config_of(data, micro_batch=micro, ep=ep)
+        config = config.model_copy(update={"model": model})
+        found += run_ranks(masked_step, world, config, tmp_path / f"{world}-{ep}-{micro}", None)
+    for loss, _, grads in found:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        for name, gradient in grads.items():
+            theirs = found[0][2][name]
+            assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
+
+
 def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[float, float, int]:
     """Computes loss, regularisation and targets by a loop over documents, each alone."""
     with assembled(config, run_dir) as run:

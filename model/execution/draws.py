@@ -1,0 +1,109 @@
+"""Random numbers of training passes: every sequence draws its own, whatever shares its micro-batch.
+
+A number depends on the run's seed, the step, the sequence's number in the step's batch, the layer,
+the loop that the sequence makes there, and how many tensors that layer has drawn before. Neither
+micro-batches nor ranks nor recomputation change it. It is a hash of all these (SplitMix64, doi
+10.1145/2660193.2660195), equal on every device: about 15 elementwise operations and no state.
+
+Legend: B sequences, N numbers of one of them.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # of the hash's counter; as int64, whose products wrap
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+_MOST_SEQUENCES = 2**40  # of a step
+_AT_ONCE = 2**22  # numbers; bounds the memory of the hash's integers
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws numbers for the sequences of a pass at one place in it."""
+
+    key: str  # of the run's seed and the step
+    numbers_B: Tensor  # int64, on the device: the sequences' numbers in the step's batch
+    place: str = "start"
+    loops: int | Sequence[int] = 0  # that the sequences make there; one number stands for all
+
+    def at(self, place: str, loops: int | Sequence[int], live: Tensor | None) -> "Draws":
+        """Returns the draws of another place, of the sequences `live`; None: all."""
+        numbers_B = self.numbers_B if live is None else self.numbers_B[live]
+        return replace(self, place=place, loops=loops, numbers_B=numbers_B)
+
+    def uniform(self, shape: Sequence[int], *, count: int = 0) -> Tensor:
+        """Returns float32 numbers in [0, 1) for rows that are sequence-major.
+
+        Args:
+            shape: of the result; its first axis is a multiple of B.
+            count: how many tensors were drawn here before.
+        """
+        key, loops_B = _hash(f"{self.key}/{self.place}/{count}"), self.loops
+        if not isinstance(loops_B, int):
+            loops_B = torch.tensor(loops_B, dtype=torch.int64, device=self.numbers_B.device)
+        of_sequence_B = _mix((self.numbers_B + _MOST_SEQUENCES * loops_B) * _STEP + key)
+        per_sequence = math.prod(shape) // max(len(of_sequence_B), 1)
+        counter_N = torch.arange(per_sequence, device=of_sequence_B.device) * _STEP
+        parts = of_sequence_B[:, None].split(max(1, _AT_ONCE // max(per_sequence, 1)))
+        # 24 bits are exact in float32; the shift keeps the sign, so that they begin at -2^23.
+        found = [
+            (_mix(part_B1 + counter_N) >> 40).to(torch.float32).mul_(2**-24).add_(0.5)
+            for part_B1 in parts
+        ]
+        return torch.cat(found).view(*shape)
+
+
+def fresh_draws(num_sequences: int, device: torch.device) -> Draws:
+    """Returns the draws of sequences without numbers, keyed by torch's default generator."""
+    key = str(int(torch.randint(2**62, ()).item()))
+    return Draws(key, torch.arange(num_sequences, device=device))
+
+
+@contextmanager
+def drawing(draws: Draws) -> Iterator[None]:
+    """Makes `draw_uniform` draw from there, from the first number on."""
+    token = _here.set(_Counted(draws))
+    try:
+        yield
+    finally:
+        _here.reset(token)
+
+
+def draw_uniform(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Returns float32 numbers in [0, 1) for a layer's rows (B·S, …), which are sequence-major.
+
+    Call it in training only. Outside of a layer's pass torch's default generator seeds it.
+    """
+    here = _here.get() or _Counted(fresh_draws(1, device))
+    here.count += 1
+    return here.draws.uniform(shape, count=here.count - 1)
+
+
+@dataclass
+class _Counted:
+    draws: Draws
+    count: int = 0  # of the tensors drawn
+
+
+# Per thread, because ranks may be threads.
+_here: ContextVar[_Counted | None] = ContextVar("here", default=None)
+
+
+def _hash(key: str) -> int:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Returns the hash of int64 numbers in place; its upper half is uniform."""
+    for shift, factor in _ROUNDS:
+        upper = (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # without the copied signs
+        z.bitwise_xor_(upper).mul_(factor)
+    return z
