@@ -8,8 +8,10 @@ whose supervisor sends no heartbeat is LOST, never RUNNING.
 Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training step.
 """
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -21,6 +23,7 @@ from typing import Any
 
 from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
+from ..train.record.untrusted import read_text
 from . import liveness
 from .liveness import LivenessWatch, beat, silence_s
 from .report.json_lines import JsonLinesTail
@@ -28,6 +31,7 @@ from .report.json_lines import JsonLinesTail
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 GENERATION = "generation"
+CONFIG = "config.json"
 SUPERVISOR = "supervisor"
 RESULT = "result.json"
 STOP = "stop"
@@ -37,6 +41,7 @@ SCALE = "scale.json"
 EXIT_PREEMPTED = 75
 _LOOK_S = 0.2  # between two looks for a heartbeat
 _USUAL_SILENCE_S = 2.0  # between two heartbeats on a busy machine
+_MOST_DIGITS = 9  # of a generation or supervisor
 THIS_MACHINE, SIMULATED = "this machine", "simulated for this job"  # of Launch.where
 
 
@@ -101,6 +106,9 @@ class Launch:
     supervisor_timeout_s: float = 120.0  # of silence, after which a node ends its ranks
     log_max_bytes: int = MAX_BYTES
     log_pieces: int = PIECES
+    configuration: str = field(default="", repr=False)  # text of the run's config.json
+    # tells its submission in the journal from others
+    id: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
     @property
     def world_size(self) -> int:
@@ -201,7 +209,7 @@ class Journal:
         Raises:
             OSError: the entry may be missing, torn or whole on disk. Writing it again is safe.
         """
-        line = json.dumps(entry, ensure_ascii=False) + "\n"
+        line = line_of(entry)
         with open(self.path, "ab+") as file:
             if file.tell() and not _ends_with_newline(file):
                 # a writer was killed in mid-line: its fragment must not swallow this entry
@@ -226,6 +234,11 @@ def entry_of(
         "reason": redact(reason),
         "details": redact_values(dict(details or {})),
     }
+
+
+def line_of(entry: Mapping[str, Any]) -> str:
+    """Returns a line of the journal."""
+    return json.dumps(entry, ensure_ascii=False) + "\n"
 
 
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
@@ -322,8 +335,8 @@ def last_train_line(run_dir: Path) -> dict[str, Any] | None:
 def total_steps(run_dir: Path) -> int | None:
     """Returns the number of steps in the run's configuration; None if it is missing there."""
     try:
-        steps = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
-    except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError):
+        steps = json.loads(read_text(run_dir / CONFIG) or "")["train"]["steps"]
+    except (KeyError, ValueError, TypeError, RecursionError):
         return None
     return steps if isinstance(steps, int) and 0 < steps < 2**63 else None
 
@@ -363,7 +376,7 @@ def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda w
 
 
 def begin_submission(launch: Launch, **details: Any) -> None:
-    """Opens the job's journal and removes flags of an earlier submission.
+    """Opens the job's journal, stores its configuration, and removes flags of an earlier submission.
 
     It checks again that no job runs here: preparing the data may have taken an hour since the first check.
 
@@ -376,12 +389,14 @@ def begin_submission(launch: Launch, **details: Any) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         for flag in (STOP, PAUSE, SCALE):
             (run_dir / flag).unlink(missing_ok=True)
+        if launch.configuration:
+            write_atomically(run_dir / CONFIG, launch.configuration)
         beat(run_dir)
         Journal(run_dir).append(
             State.SUBMITTED,
             generation=read_generation(run_dir),
             reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s)",
-            details={"name": launch.name, "where": launch.where} | details,
+            details={"id": launch.id, "name": launch.name, "where": launch.where} | details,
         )
     except OSError as error:
         raise JobError(
@@ -389,32 +404,30 @@ def begin_submission(launch: Launch, **details: Any) -> None:
         ) from None
 
 
-def announced_generation(run_dir: Path) -> int | None:
-    """Returns the number in the file `generation`: 0 without a file, None if it is damaged."""
-    try:
-        return int((run_dir / GENERATION).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return 0
-    except ValueError:
-        return None
-
-
 def read_generation(run_dir: Path) -> int:
-    """Returns the number of the last announced generation; 0 before the first.
+    """Returns the number of the last generation; 0 before the first.
 
-    If the file is damaged, returns one more than the journal and the logs contain: the last generation may
-    have been announced without starting, and its number must not be used twice.
+    The journal and the logs count too, because a copied or damaged file `generation` must not lead to a number
+    that is used twice. If the file is lost, the last generation may have been announced without starting.
     """
-    announced = announced_generation(run_dir)
-    if announced is not None:
-        return announced
     known = [entry.generation for entry in Journal(run_dir).entries()]
-    known += [int(path.name[1:]) for path in (run_dir / "logs").glob("g[0-9][0-9][0-9]*")]
-    return max(known, default=0) + 1
+    last = max(*known, last_logged(run_dir), 0)
+    announced = _whole_number(run_dir / GENERATION)
+    if announced is not None:
+        return max(announced, last)
+    return last + 1 if last or (run_dir / GENERATION).exists() else 0
 
 
-class Superseded(Exception):
-    """Says that another supervisor has announced a newer generation."""
+def last_logged(run_dir: Path) -> int:
+    """Returns the highest number of a generation that left logs; 0 without any."""
+    names = [path.name[1:] for path in (run_dir / "logs").glob("g[0-9][0-9][0-9]*")]
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
+
+
+def _whole_number(path: Path) -> int | None:
+    """Returns the number in a file; None if there is none."""
+    text = (read_text(path) or "").strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
 class ReplacedError(Exception):
@@ -441,20 +454,17 @@ class SupervisorNumber:
         return cls(run_dir, number)
 
     def check(self) -> None:
-        """Raises ReplacedError if this supervisor has a successor."""
+        """Raises ReplacedError if this supervisor has a successor; restores a lost or damaged number."""
         if (current := last_supervisor(self.run_dir)) > self.number:
             raise ReplacedError(f"supervisor {self.number} was replaced by {current}")
+        if current < self.number:
+            with contextlib.suppress(OSError):  # retried at the next look
+                write_atomically(self.run_dir / SUPERVISOR, str(self.number))
 
 
 def last_supervisor(run_dir: Path) -> int:
-    """Returns the number of the last supervisor, 0 before the first; JobError if the file is damaged."""
-    path = run_dir / SUPERVISOR
-    try:
-        return int(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return 0
-    except ValueError as error:
-        raise JobError(f"{path}: is damaged ({error}): remove it, and `moebius resume`") from None
+    """Returns the number of the last supervisor; 0 before the first, and if the file is damaged."""
+    return _whole_number(run_dir / SUPERVISOR) or 0
 
 
 def write_atomically(path: Path, text: str) -> None:

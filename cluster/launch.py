@@ -164,6 +164,7 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
         "rehearse_failure_at_step": job.rehearse_failure_at_step,
         "warm_start": job.warm_start,
         "prepares_data": prepares_beside(config),
+        "configuration": json.dumps(config.model_dump(mode="json"), indent=2) + "\n",
     }
 
 

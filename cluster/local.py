@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
-from .job import JobStatus, Launch, read_status
+from .job import JobError, JobStatus, Launch, read_status
 from .launch import begin_job, launch_here, open_folder
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
@@ -43,6 +43,10 @@ def train_here(config: Config, run_dir: Path, *, console: Console | None = None)
         status = _run_and_show(launch, this_machine, console)
     finally:
         this_machine.release()
+    if not status.state.is_final:
+        raise JobError(
+            f"{run_dir}: another supervisor has taken this run over; follow it with `moebius watch`"
+        )
     show_end(status, console)
     return status
 

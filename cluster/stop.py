@@ -1,17 +1,20 @@
 """Ends a job early: the stop flag in its run folder, and the signals that set it."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from ..train.record.untrusted import read_text
 from .job import STOP, JobError, JobStatus, read_status, write_atomically
 from .liveness import LivenessWatch
 
 # Contents of the stop flag. An empty flag asks for a checkpoint at a step boundary.
 STOP_NOW = "now"  # without a checkpoint
 STOP_PREEMPT = "preempt"  # with a checkpoint; the machines will be taken away
+STOP_AT_STEP = "step"  # the meaning of anything else
+_WEAKEST_FIRST = (None, STOP_AT_STEP, STOP_PREEMPT, STOP_NOW)
 
 
 def request_stop(run_dir: Path, *, now: bool = False, preempt: bool = False) -> None:
@@ -26,11 +29,31 @@ def request_stop(run_dir: Path, *, now: bool = False, preempt: bool = False) -> 
 
 def stop_requested(run_dir: Path) -> str | None:
     """Returns how the job was asked to end: "step", "preempt" or "now"; None if it was not."""
-    try:
-        said = (run_dir / STOP).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    if not (run_dir / STOP).exists():
         return None
-    return said if said in (STOP_NOW, STOP_PREEMPT) else "step"
+    said = (read_text(run_dir / STOP) or "").strip()
+    return said if said in (STOP_NOW, STOP_PREEMPT) else STOP_AT_STEP
+
+
+class StopFlag:
+    """Remembers how a job was asked to end: a request holds even if its file is lost."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._asked: str | None = None
+
+    def read(self) -> str | None:
+        """Returns how the job was asked to end, as `stop_requested` does."""
+        said = stop_requested(self._run_dir)
+        self._asked = max(self._asked, said, key=_WEAKEST_FIRST.index)
+        if said != self._asked:
+            with contextlib.suppress(OSError):  # retried at the next look
+                request_stop(
+                    self._run_dir,
+                    now=self._asked == STOP_NOW,
+                    preempt=self._asked == STOP_PREEMPT,
+                )
+        return self._asked
 
 
 def stop(
@@ -59,7 +82,7 @@ def stop(
     return status
 
 
-@contextmanager
+@contextlib.contextmanager
 def interrupts_stop_the_job(run_dir: Path) -> Iterator[None]:
     """Makes SIGINT and SIGTERM set the stop flag inside the context. Main thread only.
 

@@ -24,7 +24,7 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.run_config import Config
-from .job import JobError, JobStatus, read_status
+from .job import JobError, JobStatus, State, read_status
 from .launch import begin_job, make_launch, open_folder, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import require_ray
@@ -90,7 +90,8 @@ def submit(
                 return read_status(run_dir)
             ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
             status = follow(run_dir, console=console)
-            _await_release(run_dir)
+            while _is_going_on(run_dir):  # the journal was damaged for a moment, and said otherwise
+                status = follow(run_dir, console=console)
     show_end(status, console)
     return status
 
@@ -127,10 +128,15 @@ def _prepare(config: Config, console: Console, pool: TaskPool | None = None) -> 
         prepare(config.prepare, config.data.directory, pool=pool, on_progress=on_progress)
 
 
-def _await_release(run_dir: Path) -> None:
-    """Waits until the supervisor has released its nodes: it removes its heartbeat last."""
+def _is_going_on(run_dir: Path) -> bool:
+    """Waits until the supervisor has released its nodes: it removes its heartbeat last.
+
+    Returns whether the job goes on instead.
+    """
     if not read_status(run_dir).state.is_final:
-        return  # a lost supervisor releases nothing
+        return False  # a lost supervisor releases nothing
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while (run_dir / HEARTBEAT).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
+    status = read_status(run_dir)
+    return not status.state.is_final and status.state is not State.LOST

@@ -20,7 +20,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from ...train.config.resize import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import LOG, LogLimits, keep_log
 from ...train.record.redaction import redact
-from ..job import write_atomically
 from ..report.tracebacks import last_traceback, read_tail, summarise
 from . import processes
 from .assignment import AgentReport, Assignment, RankFailure
@@ -60,6 +59,8 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
     processes.bind_to_parent()
     os.environ[processes.PARENT] = str(os.getpid())  # for the ranks
     assignment, forked = Assignment.load(log_dir / "assignment.json"), None
+    if assignment.log_dir != log_dir:
+        sys.exit(f"{log_dir}/assignment.json is of another run: it says {assignment.log_dir}")
     os.environ[FOLDER] = str(assignment.heartbeats)  # a fork inherits the template's environment
     if forks_ranks:
         from .forked_ranks import WaitingRank, fork_ranks
@@ -76,7 +77,7 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
         report = _run_elastic_agent(assignment, forked)
     except Exception as error:  # noqa: BLE001 - the supervisor must get a report of any failure
         report = AgentReport(ok=False, message=f"{type(error).__name__}: {error}")
-    write_atomically(log_dir / "report.json", json.dumps(asdict(report), indent=1))
+    report.save(log_dir)
     return 0 if report.ok else 1
 
 

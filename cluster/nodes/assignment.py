@@ -1,11 +1,14 @@
 """Defines what a node is told to run in one generation, and what it reports back: plain values."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ...train.record.untrusted import read_text
 from ..job import Launch, write_atomically
 from ..watch.heartbeats import folder_of
+
+REPORT = "report.json"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Assignment:
     def save(self, path: Path) -> None:
         """Writes everything except secrets as JSON; ranks inherit the agent's environment."""
         plain = asdict(self)
-        del plain["launch"]["environment"], plain["secret"]
+        del plain["launch"]["environment"], plain["launch"]["configuration"], plain["secret"]
         write_atomically(path, json.dumps(plain, indent=1))
 
     @classmethod
@@ -73,10 +76,20 @@ class AgentReport:
     failures: tuple[RankFailure, ...] = ()
     message: str = ""  # why the agent itself failed
     exit_code: int | None = None  # of an agent that left no report
+    log_dir: str = field(default="", compare=False)  # in which the agent wrote it
 
     @classmethod
-    def load(cls, path: Path) -> "AgentReport":
-        """Reads the JSON report of an agent."""
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        failures = tuple(RankFailure(**failure) for failure in plain["failures"])
-        return cls(**{**plain, "failures": failures})
+    def load(cls, log_dir: Path) -> "AgentReport | None":
+        """Reads the report of the agent with this log folder; None if it left none, or a damaged one."""
+        try:
+            plain = json.loads(read_text(log_dir / REPORT) or "")
+            failures = tuple(RankFailure(**failure) for failure in plain["failures"])
+            report = cls(**{**plain, "failures": failures})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return report if report.log_dir == str(log_dir) else None
+
+    def save(self, log_dir: Path) -> None:
+        """Writes the report as JSON."""
+        report = asdict(replace(self, log_dir=str(log_dir)))
+        write_atomically(log_dir / REPORT, json.dumps(report, indent=1))

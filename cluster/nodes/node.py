@@ -149,9 +149,9 @@ class Node:
         if self._watchdog is not None:
             self._watchdog.reset()
         code = self._agent.poll()
-        report = self._assignment.log_dir / "report.json"
-        if report.exists():  # the agent's last act; its process may still be ending
-            return AgentReport.load(report)
+        report = AgentReport.load(self._assignment.log_dir)
+        if report is not None:  # the agent's last act; its process may still be ending
+            return report
         if code is None:
             return None
         tail = read_tail(self._assignment.log_dir / "agent.log", 2000).strip()

@@ -23,6 +23,7 @@ from rich.text import Text
 from ..job import (
     JOURNAL,
     METRICS,
+    JobError,
     JobStatus,
     JournalEntry,
     State,
@@ -144,7 +145,7 @@ def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Even
     """Yields new events until the job has ended, including the last ones."""
     liveness, was_lost = LivenessWatch(view.run_dir), False
     while True:
-        status = view.status = read_status(view.run_dir, liveness=liveness)
+        status = view.status = _status(view, liveness)
         events = view.refresh()
         is_lost = status.state is State.LOST
         if is_lost and not was_lost:
@@ -157,6 +158,16 @@ def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Even
         if status.state.is_final or (is_lost and liveness.is_given_up()) or until(status):
             return
         time.sleep(POLL_S)
+
+
+def _status(view: View, liveness: LivenessWatch) -> JobStatus:
+    """Returns the job's status; the last one if its journal was deleted, which the supervisor restores."""
+    try:
+        return read_status(view.run_dir, liveness=liveness)
+    except JobError:
+        if view.status is None or not view.run_dir.is_dir() or liveness.is_given_up():
+            raise
+        return view.status
 
 
 def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:

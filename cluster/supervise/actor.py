@@ -50,7 +50,7 @@ class Supervisor:
             supervise(self._launch, nodes, data, number=number)
         finally:
             # A detached actor ends only when told to; a replaced one has a successor of the same name.
-            if last_supervisor(run_dir) == number.number:
+            if last_supervisor(run_dir) <= number.number:
                 ray.kill(me, no_restart=True)
 
 

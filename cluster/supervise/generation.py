@@ -14,25 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...train.record.heartbeat import PhaseClock
-from ..job import (
-    GENERATION,
-    METRICS,
-    PAUSE,
-    RESULT,
-    Launch,
-    RootCause,
-    State,
-    Superseded,
-    SupervisorNumber,
-    announced_generation,
-    write_atomically,
-)
+from ...train.record.untrusted import read_text
+from ..job import METRICS, PAUSE, RESULT, Launch, RootCause, State, total_steps, write_atomically
 from ..liveness import beat
 from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.provider import NodeHandle, NodeLost
 from ..report.history import describe_trouble
 from ..report.json_lines import JsonLinesTail
-from ..stop import STOP_NOW, STOP_PREEMPT, stop_requested
+from ..stop import STOP_NOW, STOP_PREEMPT, StopFlag
 from ..watch.watcher import RankWatcher, read_limits
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
@@ -44,7 +33,8 @@ COLLECT_S = 3.0  # wait for the other nodes' reports after the first failure
 class Outcome:
     """Holds how a generation ended."""
 
-    state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
+    # "finished", "stopped" or "ended" (at once) by request, "paused", "failed", "port taken"
+    state: str
     cause: RootCause | None = None
     step: int | None = None  # the generation's last
 
@@ -89,14 +79,15 @@ class GenerationOwner(Protocol):
     """Declares what a generation needs of its job's supervisor."""
 
     run_dir: Path
-    number: SupervisorNumber
     generation: int
+    stop_flag: StopFlag
     clock: RecoveryClock
 
     def log(self, state: State, reason: str, **details: object) -> None: ...
     def beat(self) -> None: ...
     def look_after_data(self) -> None: ...
     def why_resize(self, current: int) -> str: ...
+    def keep(self, name: str, text: str) -> None: ...
 
 
 class GenerationWatch:
@@ -171,7 +162,7 @@ class GenerationWatch:
             return self.failed(reports)
         if len(reports) == len(self.nodes):
             return self.all_ranks_exited()
-        if stop_requested(self.run_dir) == STOP_NOW:
+        if self.owner.stop_flag.read() == STOP_NOW:
             return Outcome("ended", step=self.step)
         if cause := self.ranks.look():
             return Outcome("failed", cause, self.step)
@@ -186,17 +177,9 @@ class GenerationWatch:
         self.owner.log(State.STOPPING if self.stopping else running, reason, **details)
 
     def sign_of_life(self) -> None:
-        """Sends a heartbeat; checks for a successor, a newer generation and a stop flag."""
-        self.owner.number.check()
+        """Sends a heartbeat; checks for a successor and a stop flag."""
         self.owner.beat()
-        announced = announced_generation(self.run_dir)
-        if announced is None:
-            with contextlib.suppress(OSError):  # retried at the next look
-                write_atomically(self.run_dir / GENERATION, str(self.generation))
-                self.note(f"the file {GENERATION} was damaged and is written again")
-        elif announced != self.generation:
-            raise Superseded(f"generation {announced} was announced while {self.generation} ran")
-        asked = stop_requested(self.run_dir)
+        asked = self.owner.stop_flag.read()
         if asked and not self.stopping:
             self.stopping = True
             what = "a preemption was announced" if asked == STOP_PREEMPT else "a stop was asked for"
@@ -212,6 +195,7 @@ class GenerationWatch:
         if reason := self.owner.why_resize(len(self.nodes)):
             with contextlib.suppress(OSError):  # the disk is full: retried at the next look
                 write_atomically(self.run_dir / PAUSE, "")
+                self.owner.keep(PAUSE, "")
                 self.pausing = True
                 self.owner.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
 
@@ -317,20 +301,21 @@ class GenerationWatch:
     def all_ranks_exited(self) -> Outcome:
         """Judges a generation whose ranks all exited with 0, by the result file."""
         self.read_metrics()
-        try:
-            result = json.loads((self.run_dir / RESULT).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            result = {}
-        if result.get("state") in ("finished", "stopped"):
-            return Outcome(result["state"], step=result.get("step"))
+        result = _read_result(self.run_dir / RESULT)
+        state, step, total = result.get("state"), result.get("step"), total_steps(self.run_dir)
+        asked = self.owner.stop_flag.read()
+        if (state == "finished" and total is None) or _is_last(step, total):
+            return Outcome("finished", step=step)
+        if state == "stopped" and (asked or self.pausing):
+            return Outcome("stopped" if asked else "paused", step=step)
         cause = left_early_cause(
             range(self.launch.world_size),
             generation=self.generation,
             ranks_per_node=self.launch.ranks_per_node,
         )
-        said = (
-            f"{RESULT} says {result['state']!r}" if "state" in result else f"there is no {RESULT}"
-        )
+        said = f"there is no {RESULT}"
+        if state is not None:
+            said = f"{RESULT} says {state!r} at step {step}"
         return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
 
     def too_slow(self) -> RootCause:
@@ -340,6 +325,20 @@ class GenerationWatch:
             summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
             f"{alive}; see their logs"
         )
+
+
+def _is_last(step: object, total: int | None) -> bool:
+    """Returns whether the ranks ended at the run's last step, or behind it if it was moved forward."""
+    return isinstance(step, int) and total is not None and step >= total
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """Returns what the ranks wrote at their end; nothing if the file is missing or damaged."""
+    try:
+        result = json.loads(read_text(path) or "")
+    except (ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) else {}
 
 
 @contextlib.contextmanager

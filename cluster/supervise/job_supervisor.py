@@ -25,21 +25,23 @@ from typing import Any
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.config.errors import EXIT_MISTAKE
 from ..job import (
+    CONFIG,
+    GENERATION,
     PAUSE,
     JobError,
     Launch,
     ReplacedError,
     RootCause,
     State,
-    Superseded,
     SupervisorNumber,
     as_details,
+    last_logged,
     read_generation,
 )
 from ..liveness import HEARTBEAT
 from ..nodes.node_check import token_in
 from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
-from ..stop import STOP_PREEMPT, stop_requested
+from ..stop import STOP_PREEMPT, StopFlag
 from .background_data import BackgroundData
 from .budgets import Budgets
 from .generation import POLL_S, GenerationWatch, Outcome, RecoveryClock
@@ -88,9 +90,6 @@ def supervise(
     except ReplacedError:
         # a successor has taken over the nodes and ranks: write nothing, end nothing
         return job.end_data()
-    except Superseded:
-        # a newer supervisor owns the folder and its journal
-        return job.release()
     except Exception as error:
         job.log(State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}")
         job.release()
@@ -119,9 +118,12 @@ class JobSupervisor:
         self.clock = RecoveryClock()
         self.state = State.SUBMITTED
         self.run_dir = Path(launch.run_dir)
-        self.predecessor = Predecessor(self.run_dir)
+        self.predecessor = Predecessor(launch)
         self.journal = RetryingJournal(self.run_dir)
-        self.beat = self.journal.beat
+        self.stop_flag = StopFlag(self.run_dir)
+        self.keep = self.journal.kept.keep
+        if launch.configuration:
+            self.keep(CONFIG, launch.configuration)
         self.generation = read_generation(self.run_dir)
         entries = self.predecessor.entries
         self.budgets = Budgets.from_journal(launch, entries)
@@ -209,6 +211,17 @@ class JobSupervisor:
         self.state = state
         self.journal.append(state, generation=self.generation, reason=reason, details=details)
 
+    def beat(self) -> None:
+        """Sends a heartbeat, and restores files of the run folder that somebody else has changed.
+
+        Raises:
+            ReplacedError: this supervisor has a successor, whose files they are.
+        """
+        self.number.check()
+        self.journal.beat()
+        for name in self.journal.kept.restore():
+            self.log(self.state, f"the file {name} was damaged and is written again")
+
     # -- before a generation -----------------------------------------------------------------------
 
     def _take_over(self) -> Sequence[NodeHandle]:
@@ -237,16 +250,20 @@ class JobSupervisor:
             self._while_placing("")
             time.sleep(POLL_S)
 
-    def _announce(self) -> bool:
+    def _announce(self, generation: int) -> bool:
         """Announces the next generation; returns False if that cannot be written."""
-        refusal = announce(self.run_dir, self.generation + 1)
+        self.journal.kept.forget(PAUSE)
+        refusal = announce(self.run_dir, generation)
+        if not refusal:
+            self.keep(GENERATION, str(generation))
         self._while_placing(refusal)
         return not refusal
 
     def _while_placing(self, reason: str) -> None:
-        self.number.check()
         self.beat()
-        if stop_requested(self.run_dir):
+        if not self.run_dir.is_dir():
+            raise JobError(f"{self.run_dir}: the run folder was deleted")
+        if self.stop_flag.read():
             raise StopAsked
         if reason and reason != self._reason:
             self.log(State.PLACING, reason)
@@ -314,7 +331,7 @@ class JobSupervisor:
                 self.log(State.PREPARING, f"the ranks start when {tokens} are sealed")
             told = True
             self.beat()
-            if stop_requested(self.run_dir):
+            if self.stop_flag.read():
                 raise StopAsked
             self.look_after_data()
             time.sleep(POLL_S)
@@ -332,8 +349,9 @@ class JobSupervisor:
 
     def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
         """Announces a generation, runs it, and ends it everywhere; returns how it ended."""
-        self._until(self._announce)
-        self.generation += 1
+        generation = max(self.generation, last_logged(self.run_dir)) + 1
+        self._until(lambda: self._announce(generation))
+        self.generation = generation
         launch = self.placing.launch_on(len(nodes))
         words = f"starting {launch.world_size} rank(s){self.placing.mesh_words(len(nodes))}"
         self.log(State.STARTING, words, num_nodes=len(nodes))
@@ -379,11 +397,15 @@ class JobSupervisor:
         """Journals how the generation ended; returns whether the job has ended."""
         if outcome.state == "finished":
             self.log(State.SUCCEEDED, f"finished at step {outcome.step}")
+        elif outcome.state == "paused":
+            words = f"paused at step {outcome.step}, with a checkpoint"
+            self.log(State.RESIZING, f"{words}; the next generation uses other nodes")
+            return False
         elif outcome.state == "stopped":
-            return self._has_stopped(outcome)
+            self._log_stop(outcome)
         elif outcome.state == "ended":
             self.log(State.STOPPED, "ended at once without a checkpoint, as requested")
-        elif stop_requested(self.run_dir):
+        elif self.stop_flag.read():
             summary = outcome.cause.summary if outcome.cause else outcome.state
             self.log(
                 self._stopped(),
@@ -422,20 +444,16 @@ class JobSupervisor:
         return f"before {'a new' if self.has_worked else 'the first'} step"
 
     def _stopped(self) -> State:
-        preempted = stop_requested(self.run_dir) == STOP_PREEMPT
+        preempted = self.stop_flag.read() == STOP_PREEMPT
         return State.PREEMPTED if preempted else State.STOPPED
 
-    def _has_stopped(self, outcome: Outcome) -> bool:
-        """Journals that the ranks have saved and ended; returns False if they only make way."""
+    def _log_stop(self, outcome: Outcome) -> None:
+        """Journals that the ranks have saved and ended as requested."""
         saved = f"at step {outcome.step}, with a checkpoint"
-        if stop_requested(self.run_dir) is None and (self.run_dir / PAUSE).exists():
-            self.log(State.RESIZING, f"paused {saved}; the next generation uses other nodes")
-            return False
         if self._stopped() is State.PREEMPTED:
             self.log(State.PREEMPTED, f"preempted {saved}; `moebius resume` continues from there")
         else:
             self.log(State.STOPPED, f"stopped {saved}")
-        return True
 
     def _data_used_up(self, message: str, outcome: Outcome) -> None:
         """Journals the end of a job whose ranks have used up the sealed data."""
@@ -482,11 +500,11 @@ class JobSupervisor:
             else 0.0
         )
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not stop_requested(self.run_dir):
+        while time.monotonic() < deadline and not self.stop_flag.read():
             self.beat()
             time.sleep(POLL_S)
         self.clock.mark("wait")
-        return not stop_requested(self.run_dir)
+        return not self.stop_flag.read()
 
 
 def _said_by(outcome: Outcome, kind: str) -> str:

@@ -13,12 +13,25 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..job import GENERATION, PAUSE, RESULT, Journal, State, beat, entry_of, write_atomically
+from ...train.record.untrusted import read_text
+from ..job import (
+    GENERATION,
+    JOURNAL,
+    PAUSE,
+    RESULT,
+    Journal,
+    State,
+    beat,
+    entry_of,
+    line_of,
+    write_atomically,
+)
 from ..stop import STOP_NOW, stop_requested
+from .kept_files import KeptFiles
 
 _SETTLE_S = 0.2
 
@@ -26,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetryingJournal(Journal):
-    """Keeps entries that cannot be written until they can."""
+    """Keeps entries that cannot be written until they can, and restores the files in `kept`."""
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):
         super().__init__(run_dir)
@@ -34,6 +47,13 @@ class RetryingJournal(Journal):
         self._clock = clock
         self._waiting: deque[tuple[float, dict[str, Any]]] = deque()  # since when, and what
         self._why = ""  # they wait
+        self.kept = KeptFiles(run_dir)
+        self.kept.keep(JOURNAL, read_text(self.path) or "")
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Appends an entry to the file, and to what the file must hold."""
+        super().write(entry)
+        self.kept.add(JOURNAL, line_of(entry))
 
     def append(self, state: State, **values: Any) -> None:
         """Appends one state, now or as soon as possible."""
@@ -64,12 +84,17 @@ class RetryingJournal(Journal):
 
     def settle(self) -> None:
         """Waits until all entries are written, or an immediate end is requested; logs the rest."""
-        while not self.catch_up() and stop_requested(self._run_dir) != STOP_NOW:
+        while not self.catch_up() and self._may_come_back():
             self.beat()
             time.sleep(_SETTLE_S)
+        self.kept.restore()
         for _, entry in self._waiting:
             logger.error("not written to %s: %s", self.path, entry)
         self._waiting.clear()
+
+    def _may_come_back(self) -> bool:
+        """Returns whether waiting for the run folder makes sense: it exists, and the user waits, too."""
+        return self._run_dir.is_dir() and stop_requested(self._run_dir) != STOP_NOW
 
     def _note(self, error: OSError) -> None:
         if not self._why:

@@ -13,6 +13,7 @@ from ..job import (
     METRICS,
     PAUSE,
     Journal,
+    Launch,
     State,
     current_submission,
     last_train_line,
@@ -31,9 +32,11 @@ _MARGIN_S = 0.5  # the predecessor may not have read the lines of its last momen
 class Predecessor:
     """Describes this job's killed supervisor, if any, before the new one's first heartbeat."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self.entries = current_submission(Journal(run_dir).entries())
+    def __init__(self, launch: Launch) -> None:
+        self._run_dir = run_dir = Path(launch.run_dir)
+        entries = current_submission(Journal(run_dir).entries())
+        is_ours = bool(entries) and entries[0].details.get("id") == launch.id
+        self.entries = entries if is_ours else []  # of a journal that was damaged or exchanged
         self.heard_at = _last_beat(run_dir)
 
     @property

@@ -17,7 +17,14 @@ from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_step
 from made_folder import MadeFolder, documents
 from small_model import TINY
 
-from moebius.cluster.job import GENERATION, JOURNAL, Launch, begin_submission, write_atomically
+from moebius.cluster.job import (
+    GENERATION,
+    JOURNAL,
+    Launch,
+    SupervisorNumber,
+    begin_submission,
+    write_atomically,
+)
 from moebius.cluster.nodes import processes
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import list_checkpoints
@@ -67,6 +74,7 @@ def test_a_frozen_generation_that_thaws_late_changes_nothing(tmp_path):
             send(frozen, signal.SIGSTOP)
             ranks = list(rank_pids(run_dir).values())
             assert len(ranks) == 2
+            SupervisorNumber.take(run_dir)
             write_atomically(run_dir / GENERATION, "2")
             journal, checkpoints = (run_dir / JOURNAL).read_bytes(), state_of(run_dir)
             send(ranks, signal.SIGCONT)  # the ranks first: nobody tells them

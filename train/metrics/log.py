@@ -8,6 +8,7 @@ minutes; once it works again, the log says how many lines it missed.
 """
 
 import errno
+import io
 import json
 import logging
 import math
@@ -264,8 +265,8 @@ class _JsonLines:
     """Appends each record to a file as one line of JSON."""
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: a line that a full disk refused must not appear later, inside another line.
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file = self._open()
         self._is_torn = False  # the last line is incomplete
 
     def write_one(self, record: Record) -> None:
@@ -274,6 +275,10 @@ class _JsonLines:
         Raises:
             OSError: the line could not be written completely.
         """
+        if not self._is_in_place():  # deleted or replaced
+            self._file.close()
+            self._file = self._open()
+            self._is_torn = self._file.tell() > 0
         values = {"kind": record.kind, "step": record.step, "time": round(record.time_s, 3)}
         line = json.dumps(finite(values | dict(record.values))).encode()
         line = b"\n" * self._is_torn + line + b"\n"
@@ -284,6 +289,19 @@ class _JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> io.FileIO:
+        # Unbuffered: a line that a full disk refused must not appear later, inside another line.
+        return self._path.open("ab", buffering=0)
+
+    def _is_in_place(self) -> bool:
+        """Returns whether readers of the path see what is written."""
+        try:
+            return not self._file.closed and os.path.samestat(
+                os.fstat(self._file.fileno()), self._path.stat()
+            )
+        except FileNotFoundError:
+            return False
 
 
 def finite(value: Any) -> Any:

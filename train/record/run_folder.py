@@ -59,7 +59,9 @@ def place_data(config: Config, root: Path) -> Config:
 def open_run(config: Config, run_dir: Path) -> None:
     """Creates the run folder with its config.json, or opens an existing one.
 
-    A folder without any completed step, because the start failed, accepts another configuration.
+    A folder without any completed step, because the start failed, accepts another configuration. One with
+    steps keeps its own until the job begins (`begin_submission`), so that a start that ends early changes
+    nothing.
 
     Raises:
         ConfigError: the folder cannot be written, contains something else, or contains a run that
@@ -70,7 +72,7 @@ def open_run(config: Config, run_dir: Path) -> None:
     if saved.exists():
         before = Config.load(saved)
         if _has_trained(run_dir):
-            _check_same_run(before, config, run_dir)
+            return _check_same_run(before, config, run_dir)
     elif any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"

@@ -477,15 +477,6 @@ def test_a_generation_that_ends_before_a_new_step_is_not_said_to_be_the_first(tm
 # Another supervisor -------------------------------------------------------------------------------
 
 
-def test_a_supervisor_that_was_superseded_writes_nothing_more(tmp_path):
-    def newer_one_appears(run_dir: Path) -> None:
-        (run_dir / "generation").write_text("9")
-
-    _, node = live(tmp_path, makes_steps(1, then=newer_one_appears))
-    assert states(tmp_path) == ["SUBMITTED", "STARTING"]
-    assert len(node.assignments) == 1
-
-
 def test_a_supervisor_with_a_successor_ends_nothing(tmp_path):
     """It thaws after a successor has taken over its nodes and folder."""
 

@@ -53,3 +53,17 @@ def test_a_full_disk_costs_lines_and_not_the_run(
     log.write("train", 2, loss=1.0)
     log.close()
     assert caplog.text.count("could not be written") == 1
+
+
+@pytest.mark.parametrize("text", [None, "", '{"kind": "train", "st'])
+def test_a_deleted_or_replaced_file_gets_the_next_line(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, active=True) as log:
+        log.write("train", 1, loss=3.0)
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+        log.write("train", 2, loss=2.0)
+        log.write("train", 3, loss=1.0)
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    assert [line["step"] for line in lines] == [2, 3]
