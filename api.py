@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .cli.console import print_in_any_encoding
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
 from .cluster.local import train_here
@@ -344,6 +345,7 @@ def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> J
     """
     from rich.console import Console
 
+    print_in_any_encoding()
     run_dir = Path(run_dir).absolute()
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)

@@ -36,7 +36,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
 _MOST = 10  # words in a message
 _MOST_COMPARED = 10_000  # in 0.3 s
-_SHOWN = 80  # characters of a word
+_SHOWN = 200  # characters of a word
 
 
 class OwnPartError(ValueError):
@@ -212,7 +212,9 @@ def check_call(
     try:
         signature.bind(*arguments, **settings)
     except TypeError as error:
-        raise OwnPartError(f"{where}{signature} cannot be called: {error}: it must be {wants}") from None
+        raise OwnPartError(
+            f"{where}{signature} cannot be called: {error}: it must be {wants}"
+        ) from None
 
 
 def own_digests() -> dict[str, str]:

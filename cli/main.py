@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..own_parts import nearest
-from .console import print_message
+from .console import print_in_any_encoding, print_message
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .models import config, evaluate, recipes
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     The exit code is 0 on success, 1 if a job failed, and 2 if the request cannot be carried out.
     """
     gc.set_threshold(_GARBAGE_AFTER)
+    print_in_any_encoding()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _run(words)
@@ -163,9 +164,19 @@ def parse(
     are_overrides = all("=" in word and not word.startswith("-") for word in rest)
     if "overrides" not in options or not are_overrides:
         hint = _hint_for(rest) if "overrides" in options else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        _chosen(parser, words).error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _chosen(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of the command in `words`, whose usage an error shows."""
+    for word in words:
+        groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        if not groups:
+            break
+        parser = groups[0].choices.get(word, parser)
+    return parser
 
 
 def _hint_for(rest: Sequence[str]) -> str:

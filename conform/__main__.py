@@ -4,6 +4,7 @@ Exit codes: 0 conforms; 1 does not conform; 2 could not be checked.
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ from .scenes import SCENES
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # "?" for signs that the encoding lacks
     given = _parser().parse_args(arguments)
     if given.list:
         print("\n".join(SCENES))

@@ -6,6 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from ..own_parts import OwnPartError
 from .config.errors import EXIT_MISTAKE, no_restart_mends
 from .config.resize import with_mesh_of
 from .config.run_config import Config
@@ -25,7 +26,9 @@ def main() -> None:
     except Exception as error:
         if not no_restart_mends(error):
             raise
-        traceback.print_exc()
+        # The message explains a mistake in values; one in a user's own code is at a line.
+        in_code = isinstance(error, OwnPartError | TypeError)
+        traceback.print_exception(error, limit=None if in_code else 0)
         sys.exit(EXIT_MISTAKE)
 
 

@@ -1,7 +1,8 @@
 """`moebius config`: looks up configuration keys, and writes a run's whole configuration."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_overrides
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
     from ...train.config.reference import Key
     from ...train.config.run_config import Config
+
+_MOST_FOUND = 10  # rows of a search
 
 
 def add_commands(commands: Commands) -> None:
@@ -23,6 +26,7 @@ def add_commands(commands: Commands) -> None:
         examples=[
             "config",
             "config train.steps",
+            'config "gradient checkpointing"',
             "config smoke optim.learning_rate=1e-3 > mine.toml",
             "config smoke --diff",
         ],
@@ -30,8 +34,8 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        metavar="SECTION[.KEY]|RECIPE|FILE.toml",
-        help="what to show; default: every section",
+        metavar="SECTION[.KEY]|RECIPE|FILE.toml|WORD",
+        help="what to show, or words to search for; default: every section",
     )
     add_overrides(parser)
     parser.add_argument(
@@ -48,6 +52,9 @@ def _config(options: argparse.Namespace) -> int:
     from ...train.recipes.smoke import RECIPES
 
     name = options.name or ""
+    if found := _search(" ".join([name, *options.overrides]), RECIPES):
+        Console(highlight=False).print(found)
+        return 0
     if name and name.partition(".")[0] not in Config.model_fields:
         config = resolve(name, options.overrides, RECIPES)
         if options.diff:
@@ -62,6 +69,34 @@ def _config(options: argparse.Namespace) -> int:
         )
     Console(highlight=False).print(_look_up(name) if name else _sections())
     return 0
+
+
+def _search(words: str, recipes: Container[str]) -> "RenderableType | None":
+    """Returns the keys that words of the user's name or describe; None if these are no such words."""
+    from ...train.config.reference import keys
+    from ...train.config.run_config import Config
+    from ...train.config.suggestions import meant_by
+
+    first = words.partition(" ")[0]
+    is_section = first.partition(".")[0] in Config.model_fields
+    if not words or is_section or first in recipes or re.search(r"[=:/@]|\.toml$", words):
+        return None
+    answer = meant_by(words)
+    wanted = words.lower().replace("_", " ").split()
+    named, described = [], []
+    for key in keys():
+        if key.path == answer or all(word in key.path.replace("_", " ") for word in wanted):
+            named.append(key)
+        elif all(re.search(rf"\b{re.escape(word)}", key.meaning.lower()) for word in wanted):
+            described.append(key)
+    named.sort(key=lambda key: key.path != answer)
+    found = [*named, *described]
+    rows = [(key.path, key.default_text, key.meaning) for key in found[:_MOST_FOUND]]
+    if more := len(found) - len(rows):
+        rows.append((f"… and {more} more", "", "more words find fewer keys"))
+    if " " in answer:
+        rows.insert(0, (words, "", answer))
+    return _table(["key", "default", "meaning"], rows) if rows else None
 
 
 def _sections() -> "RenderableType":

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from string import Template
 from typing import Any
 
+from ...own_parts import nearest
 from ...train.config.run_config import Config
 from ..job import JobError
 from .kuberay import gpus_per_node, plain_word
@@ -23,6 +24,19 @@ END_OF_CONFIG = "END_OF_THE_CONFIGURATION"
 WARNED_S = 300  # before the time limit, the job is asked to stop with a checkpoint
 
 _OURS = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
+
+# sbatch's options with a value; sbatch itself would refuse others only when the script is submitted.
+_OPTIONS = """
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
+container container-id core-spec cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot
+dependency distribution error exclude exclusive export export-file extra extra-node-info
+get-user-env gid gpu-bind gpu-freq gpus gpus-per-socket gpus-per-task gres gres-flags hint input
+kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+mincpus network nice nodefile nodelist ntasks ntasks-per-core ntasks-per-gpu ntasks-per-socket
+open-mode output partition power prefer priority profile propagate qos reservation resv-ports
+segment signal sockets-per-node switches thread-spec threads-per-core time time-min tmp tres-bind
+tres-per-task uid wait-all-nodes wckey
+"""
 
 _SCRIPT = Template("""\
 #!/bin/bash
@@ -113,10 +127,11 @@ class SlurmSettings:
         own = {key: values[key] for key in ("cpus_per_rank", "venv") if key in values}
         options = {key: value for key, value in values.items() if key not in own}
         for key, value in options.items():
-            if not key.replace("-", "").isalpha() or not key.isascii():
-                raise JobError(f"{key!r} is not an sbatch option; give for example partition=gpu")
             if key in _OURS:
                 raise JobError(f"sbatch's {key} comes from the configuration (job.…)")
+            if key not in (known := _OPTIONS.split()):
+                hint = nearest(key, known) or "; give for example partition=gpu"
+                raise JobError(f"--with {key}: {key!r} is not an sbatch option{hint}")
             plain_word(f"sbatch's {key}", value)
         return cls(run_dir, options=options, **own)
 

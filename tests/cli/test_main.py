@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import json
 import os
 import re
@@ -179,6 +180,34 @@ def test_a_reader_that_has_gone_is_no_error(num_lines: int, tmp_path: Path) -> N
             env=buffered,
         )
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_any_encoding_of_the_output_will_do(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the encoding lacks is printed as "?", by this process and by its children."""
+    run = write_finished_run(tmp_path / "8.4 → 5.3")
+    monkeypatch.setenv("COLUMNS", "400")
+    for words, said, code in (
+        (["status", run], "8.4 ? 5.3", 0),
+        (["config", "train"], "train.steps", 0),
+        (["train", "smôke → 2"], "there is no recipe", 2),
+        (["models", "smoke"], "FLOPs/token", 0),
+    ):
+        heard = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+        monkeypatch.setattr(sys, "stdout", heard[0])
+        monkeypatch.setattr(sys, "stderr", heard[1])
+        monkeypatch.setenv("PYTHONIOENCODING", encoding)
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        assert ended.value.code == code, words
+        for stream in heard:
+            stream.flush()
+        printed = b"".join(stream.buffer.getvalue() for stream in heard)  # type: ignore[attr-defined]
+        assert said in printed.decode(encoding), words
+        child = [sys.executable, "-c", "print('\\u2192 done')"]
+        assert subprocess.check_output(child, text=True) == "? done\n"
 
 
 def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(

@@ -4,6 +4,7 @@ Nothing is trained or prepared here: a mistake that is noticed late makes its te
 """
 
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,41 @@ train smoke data.input=text.txt                 | did you mean prepare.input
 train smoke prepare.input=nothere.txt           | input 'nothere.txt' does not exist
 train smoke prepare.input=empty                 | is a folder without readable files
 train smoke prepare.tokenizer=gpt2              | tokenizer='gpt2' is unknown: give 'bpe', 'bytes',
+train runs/folder                               | for text own_text prepare.input=runs/folder
+train runs/mine                                 | `moebius resume runs/mine` continues it, `moebius eval runs/mine` measures it
+submit runs/mine                                | is a run, not a recipe; `moebius resume runs/mine`
+models runs/mine                                | is a run, not a recipe; `moebius resume runs/mine`
+plan text.txt                                   | a configuration's name ends in .toml
+train text.txt                                  | and text is given as own_text prepare.input=text.txt
+train --recipe smoke                            | a recipe or a file that ends in .toml is the first word
+train --config mine.toml                        | a recipe or a file that ends in .toml is the first word
+train smoke train=3                             | train is a section; `moebius config train` lists its keys
+train smoke data.seq_len=10,000,000             | digits are grouped by underscores, as in 10_000_000
+train smoke train.steps 100                     | write section.key=value, for example train.steps=200
+train smoke context_parallel=2                  | there is no context parallelism
+train smoke gradient_checkpointing=true         | did you mean train.recompute?
+train smoke --freeze embedding                  | can give the group of frozen parameters lr=0
+train smoke --early-stopping 3                  | moebius.fit(…, on_record=function) calls it per step
+train smoke --flash-attention                   | attention always calls torch's scaled_dot_product_attention
+train moeut mesh.ep=2                           | mesh.ep may be one of [1]. 2 ranks or a multiple fit: set job.ranks_per_node=2
+train smoke mesh.ep=8                           | 16 ranks fit: set job.ranks_per_node=8
+train moeut job.num_nodes=2 mesh.ep=3           | 3 ranks or a multiple fit: set job.num_nodes=1 job.ranks_per_node=3
+train own:no_config                             | 'given': it must be a function without arguments that returns a Config
+train own:number                                | own:number returned a int, not a Config
+train smoke optim.kind=own:no_config            | own:no_config(given) cannot be called: too many positional arguments: it must be
+train smoke optim.schedule=own:number           | optim.schedule: own:number() cannot be called: too many positional arguments
+train smoke optim.kind=own:two?lrr=3            | cannot be called: got an unexpected keyword argument 'lrr'
+train smoke 'train.losses={"own:two"=1.0}'      | train.losses: own:two(named, config) cannot be called
+train smoke model.feed_forward.activation=own:two | model.feed_forward.activation: own:two(named, config) cannot be called
+train smoke optim.kind=own:nothere              | own has no 'nothere': check the name
+train smoke optim.kind=nothere:own              | there is no module 'nothere': start from the folder that holds it
+ckpt ls --step 3                                | usage: moebius ckpt ls
+ckpt verify runs/mine --deep                    | usage: moebius ckpt verify
+status runs --verbose                           | usage: moebius status
+submit smoke --emit slurm --run-dir out --with tiem=1 | 'tiem' is not an sbatch option; did you mean time?
+submit smoke --emit slurm --run-dir out --with nodes=2 | sbatch's nodes comes from the configuration
+submit smoke --emit slurm                       | --emit slurm needs --run-dir: a folder that all nodes see
+submit smoke --emit kuberay --with imag=a       | not a key of --emit kuberay, which takes image, claim
 resume nothere                                  | nothere: 
 status nothere                                  | nothere
 logs run model.d_model=8                        | unrecognized arguments: model.d_model=8
@@ -80,7 +116,8 @@ eval nothere --score a --temperature 0          | --temperature needs --prompt: 
 models smok                                     | did you mean smoke?
 config optim.lr                                 | no key or section optim.lr; did you mean optim.learning_rate?
 config train.stepz                              | did you mean train.steps?
-config muon                                     | there is no recipe 'muon'; adamw is built in
+config nonsense                                 | there is no recipe 'nonsense'
+config runs/folder                              | for prepared data write own_text data.directory=runs/folder
 train smoke lora.r=8                            | has no LoRA; export to Hugging Face and use PEFT
 prepare                                         | arguments are required: --output
 prepare --input nothere.txt --output out        | 'nothere.txt' does not exist
@@ -96,6 +133,12 @@ simulate smok                                   | did you mean smoke?
 submit smoke --address nowhere                  | address 'nowhere': must be host:port of the cluster's head
 """
 
+OWN = """
+def no_config(given): ...
+def number(): return 3
+def two(named, config): ...
+"""
+
 
 @pytest.mark.parametrize(
     "line", MISTAKES.strip().splitlines(), ids=lambda line: line.split(" | ")[0].strip()
@@ -108,6 +151,11 @@ def test_a_mistake_is_told_with_the_way_out(
 ) -> None:
     (tmp_path / "text.txt").write_text("some text\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/folder").mkdir()
+    (tmp_path / "runs/mine/config.json").write_text("{}\n")
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -116,6 +164,33 @@ def test_a_mistake_is_told_with_the_way_out(
     assert answer.code == 2, answer.text
     assert told.strip() in answer.text
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["lr"], "optim.learning_rate"),
+        (["learning rate"], "optim.learning_rate"),
+        (["gradient", "checkpointing"], "train.recompute"),
+        (["mixed-precision"], "train.precision"),
+        (["muon"], "adamw is built in; optim.kind=module:function names an optimizer"),
+        (["oom"], "a smaller train.micro_batch, train.recompute"),
+        (["early stopping"], "moebius.fit(…, on_record=function)"),
+        (["second moment"], "optim.beta2"),
+        (["tokens"], "more words find fewer keys"),
+    ],
+)
+def test_words_find_their_keys(
+    words: list[str],
+    told: str,
+    moebius: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the key's name, by its description, and by what other frameworks call it."""
+    monkeypatch.setenv("COLUMNS", "400")
+    answer = moebius("config", *words)
+    assert (answer.code, told in answer.text) == (0, True), answer.text
+    assert len(answer.out.splitlines()) <= 13
 
 
 def test_the_name_alone_shows_the_commands(moebius: Callable[..., Any]) -> None:

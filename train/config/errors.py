@@ -7,6 +7,8 @@ the job.
 The supervisor imports this module, so it must not import torch at the top.
 """
 
+import re
+
 from ...data_pipeline.errors import DataError
 from ...own_parts import OwnPartError
 
@@ -26,6 +28,8 @@ def no_restart_mends(error: BaseException) -> bool:
     """
     from ...distributed.process.process import DeviceError
 
+    if isinstance(error, TypeError):  # a user's own part with other arguments than it is given
+        return re.search(r"(positional|keyword).* argument", str(error)) is not None
     if not isinstance(error, ConfigError | DataError | OwnPartError | DeviceError):
         return False
     origins = [step for step in _chain(error) if isinstance(step, OSError)]

@@ -5,16 +5,18 @@ moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from ...data_pipeline.errors import ShardError
-from ...data_pipeline.manifest import is_prepared, read_manifest
-from ...data_pipeline.prepare_config import PrepareConfig
+from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
+from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
+from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...own_parts import OwnPartError, import_own, is_own, nearest
+from ...own_parts import OwnPartError, check_call, import_own, is_own, nearest, some_of
 from .errors import ConfigError
 from .run_config import Config
 from .suggestions import suggest
@@ -42,6 +44,7 @@ def resolve(
     arm = values.pop(_ARM, None)  # of the file's recipe; the pair is made last
     _take_from_folder(values, given, overrides)
     config = _built_with(values, overrides, origin=name_or_file)
+    _check_folder(config, given, overrides)
     return config if arm is None else _unlooped(config, str(arm), origin=name_or_file)
 
 
@@ -104,6 +107,50 @@ def _take_from_folder(
         values["model"] = dict(_section(values, "model")) | {"vocab_size": least}
 
 
+def _check_folder(config: Config, given: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuses a `data.directory` without data, unless the text to prepare there is named, too."""
+    name, folder = config.data.directory, Path(config.data.directory)
+    try:
+        if not name or is_prepared(folder):
+            return
+        if folder.is_file():
+            raise ConfigError(
+                f"data.directory={name!r} is a file, not a prepared folder: to train on its text, "
+                f"leave data.directory out and write prepare.input={name}"
+            )
+        if not _names_text(config, given, overrides):
+            raise ConfigError(
+                f"data.directory={name!r} {_without_data(folder)}: name a folder that `moebius "
+                "prepare` has made, or also the text to prepare there, prepare.input=FILES "
+                f"(prepare.input={EMBEDDED} is Python's documentation)"
+            )
+    except OSError:  # an impossible path, reported on opening the folder
+        return
+
+
+def _names_text(config: Config, given: Mapping[str, Any], overrides: Sequence[str]) -> bool:
+    """Returns whether the user, and not only a recipe, has named the text to prepare."""
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    if keys & {"prepare.input", "prepare.sources"}:
+        return True
+    is_of_recipe = config.prepare.input in ((EMBEDDED,), (OWN_TEXTS,))
+    by_file = _section(given, "prepare").keys() & {"input", "sources"}
+    # what a file names is not meant for a folder that only the command line names
+    return not is_of_recipe or (bool(by_file) and "data.directory" not in keys)
+
+
+def _without_data(folder: Path) -> str:
+    """Describes a folder that holds no prepared data, and names those beside it that do."""
+    there = [one.name for one in islice(folder.glob("*"), 2)]
+    beside = [one.name for one in islice(folder.parent.glob("*"), 1000) if is_prepared(one)]
+    if there == [UNFINISHED]:
+        return "has no finished data yet, so `moebius prepare` must go on first"
+    if there:
+        return f"holds {there[0]!r} and no prepared data"
+    what = "is empty" if folder.exists() else "does not exist"
+    return f"{what} (prepared there: {some_of(beside, folder.name)})" if beside else what
+
+
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns a section, or an empty one for a bad value, which validation reports later."""
     found = values.get(name)
@@ -119,6 +166,8 @@ def _recipe_values(
         return _recipe_values(base, recipes, where=where) | {_ARM: arm}
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
+    if Path(name).exists():
+        raise ConfigError(f"{where}: {_what_takes(Path(name))}")
     if not is_own(name):
         answer = suggest(name, ())
         hint = f"{answer}." if answer else nearest(name, recipes) or "."
@@ -127,13 +176,34 @@ def _recipe_values(
             "the recipes; name one, a file that ends in .toml, or a function of your own as "
             "package.module:function"
         )
+    wants = "a function without arguments that returns a Config"
     try:
-        built = import_own(name, where=where, wants="a function that returns a Config")()
+        recipe = import_own(name, where=where, wants=wants)
+        check_call(recipe, (), {}, name, wants)
     except OwnPartError as error:
         raise ConfigError(str(error)) from error
+    built = recipe()
     if not isinstance(built, Config):
         raise ConfigError(f"{where}: {name} returned a {type(built).__name__}, not a Config")
     return built.model_dump(mode="json")
+
+
+def _what_takes(path: Path) -> str:
+    """Says which commands take a path that is no configuration."""
+    if (path / "config.json").is_file():
+        return (
+            f"is a run, not a recipe; `moebius resume {path}` continues it, `moebius eval {path}` "
+            f"measures it, and {path}/config.json is its configuration"
+        )
+    if path.is_dir():
+        return (
+            "is a folder without a run, not a recipe; for prepared data write "
+            f"own_text data.directory={path}, for text own_text prepare.input={path}"
+        )
+    return (
+        "is neither a recipe nor a TOML file; a configuration's name ends in .toml, and text is "
+        f"given as own_text prepare.input={path}"
+    )
 
 
 def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
@@ -163,7 +233,10 @@ def resolve_prepare(
     Raises:
         ConfigError: the file cannot be read, or the section is invalid.
     """
-    section = _read_toml(file, recipes)[0].get("prepare", {}) if file else {}
+    found = _read_toml(file, recipes)[0] if file else {"prepare": {}}
+    if "prepare" not in found:
+        raise ConfigError(f"{file}: has no section [prepare]; its sections are {some_of(found)}")
+    section = found["prepare"]
     if not isinstance(section, dict):
         raise ConfigError(f"{file}: prepare = {section!r} is not a section")
     values = {"prepare": dict(section)}
@@ -172,13 +245,24 @@ def resolve_prepare(
     values["prepare"] |= options
     for override in overrides:
         if not override.startswith("prepare."):
-            raise ConfigError(
-                f"override {override!r}: `moebius prepare` only takes the section prepare; write "
-                "prepare.key=value, for example prepare.segment_tokens=1000000"
-            )
+            raise ConfigError(f"override {override!r}: {_hint_to_prepare(override)}")
         _apply(values, override)
     origin = str(file) if file else "prepare"
     return validated(_PrepareAlone, values, origin=origin).prepare
+
+
+def _hint_to_prepare(override: str) -> str:
+    """Returns what to type instead of an override of `moebius prepare` without its section."""
+    key, equals, value = override.partition("=")
+    known = [key for key, _ in known_keys(_PrepareAlone)]
+    if not equals:
+        return f"to prepare text, write --input {override}"
+    if (whole := f"prepare.{key}") in known:
+        return f"write the whole key, {whole}={value}"
+    return (
+        f"`moebius prepare` only takes the section prepare{suggest(key, known)}: write "
+        "prepare.key=value, for example prepare.segment_tokens=1000000"
+    )
 
 
 class _PrepareAlone(BaseModel):
@@ -192,7 +276,7 @@ def _read_toml(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a file's values merged into its recipe's, and the file's values alone."""
     try:
-        values = tomllib.loads(path.read_bytes().decode())
+        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # the TOML, the UTF-8, or a number of 5,000 digits
@@ -230,6 +314,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         hint = suggest(path, (known for known, _ in known_keys(Config))) if equals else ""
         usage = "write section.key=value, for example train.steps=200"
         advice = f"there is no key {path!r}{hint}" if hint else usage
+        if path in Config.model_fields:
+            advice = f"{path} is a section; `moebius config {path}` lists its keys"
         raise ConfigError(f"override {override!r}: {advice}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]

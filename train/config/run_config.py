@@ -190,7 +190,10 @@ class Config(BaseModel):
         Raises:
             ConfigError: the mesh, the experts or the batch do not fit `world_size` ranks.
         """
-        layout = plan_layout(self.mesh, world_size)
+        try:
+            layout = plan_layout(self.mesh, world_size)
+        except ValueError as error:
+            raise ConfigError(f"{error}{self._ranks_for_mesh()}") from None
         check_experts(layout, self.model.expert_counts())
         if self.mesh.sharding == "fsdp" and layout.dp_shard == 1 < world_size:
             sizes = legal_values(
@@ -221,6 +224,19 @@ class Config(BaseModel):
                 f"{max(1, self.train.global_batch // per_pass) * per_pass} or change "
                 "train.micro_batch"
             )
+
+    def _ranks_for_mesh(self) -> str:
+        """Names the keys that start as many ranks as the mesh needs; "" if no number fits it."""
+        dp_shard = self.mesh.dp_shard or self.mesh.ep
+        if dp_shard % self.mesh.ep:
+            return ""
+        needed = (self.mesh.dp_replicate or 1) * dp_shard
+        per_node, rest = divmod(needed, self.job.num_nodes)
+        keys = f"job.num_nodes=1 job.ranks_per_node={needed}"
+        if not rest:
+            keys = f"job.ranks_per_node={per_node}"
+        multiple = " or a multiple" if self.mesh.dp_replicate is None else ""
+        return f". {needed} ranks{multiple} fit: set {keys}"
 
     def save(self, path: Path) -> None:
         """Writes the resolved configuration as JSON."""

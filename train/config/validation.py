@@ -69,7 +69,13 @@ def _explain(entry: Any, kind: type[BaseModel]) -> str:
     if entry["type"] == "extra_forbidden":
         return f"  {where}: unknown key{suggest(where, (key for key, _ in known_keys(kind)))}"
     message = str(entry["msg"]).removeprefix("Value error, ")
-    given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
+    given = (
+        ""
+        if isinstance(entry["input"], dict) or not where
+        else f" (given: {entry['input']!r:.200})"
+    )
+    if entry["type"].endswith("_parsing") and "," in str(entry["input"]):
+        message += "; digits are grouped by underscores, as in 10_000_000"
     return f"  {where}: {message}{given}" if where else f"  {message}"
 
 
