@@ -15,15 +15,17 @@ published, bit for bit. Routers that look across sequences by design still do: m
 choice read other rows position by position. A mixture treats padding as a token, because a group
 without it may be too small to mix (model/routers/mixture.py).
 
-Cost: one mask of B·S·S bytes for all depth steps; attention computes all S·S scores instead of the
-causal half; the rotation table has one entry per row. With padding the remaining routes follow no
-rule, as under halting.
+Cost: where torch's variable-length attention runs (model/attention/attention.py), 4 bytes per
+document, and attention computes the pairs within documents only. Elsewhere one mask of B·S·S bytes
+for all depth steps, and all S·S scores instead of the causal half. The rotation table has one entry
+per row. With padding the remaining routes follow no rule, as under halting.
 
 Legend: B sequences, S positions, T = B·S tokens (or h·T sub-tokens), R of them no padding, D
-documents.
+documents, X runs: documents and stretches of padding.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -81,17 +83,32 @@ class Documents:
 
     # None unless attention respects documents:
     positions_BS: Tensor | None  # int64: the document's first token has position 0
-    visible_B1SS: Tensor | None  # bool: which position (third) sees which (fourth)
+    # int32, (X + 1,): first tokens of runs in all rows laid end to end, and T; None where the device
+    # has no variable-length attention
+    offsets: Tensor | None
+    longest: int  # tokens of the longest run
     # None without padding, unless balancing respects documents
     rows: DocumentRows | None
     ids_BS: Tensor  # int64, on the host, as given
+
+    @property
+    def visible_B1SS(self) -> Tensor | None:
+        """Returns which position (third) sees which (fourth), bool; None: attention ignores documents.
+
+        Built on first use. Compiled parts build their own, because tracing cannot store it.
+        """
+        return _visible(self) if torch.compiler.is_compiling() else self._visible_B1SS
+
+    @cached_property
+    def _visible_B1SS(self) -> Tensor | None:
+        return _visible(self)
 
     def of_sequences(self, live: Tensor) -> "Documents":
         """Returns the documents of some of the sequences."""
         return mark_documents(
             self.ids_BS[live.cpu()],
             live.device,
-            attention=self.visible_B1SS is not None,
+            attention=self.positions_BS is not None,
             balance=self.rows is not None and self.rows.length_D is not None,
         )
 
@@ -119,12 +136,13 @@ def mark_documents(
     begins_BS = torch.ones_like(ids_BS, dtype=torch.bool)
     begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     run_T = begins_BS.flatten().cumsum(0) - 1
-    first_X = begins_BS.flatten().nonzero().squeeze(1)  # of every run, padding included
-    positions_BS = visible_B1SS = rows = None
+    first_X = begins_BS.flatten().nonzero().squeeze(1)
+    length_X = torch.diff(first_X, append=torch.tensor([num_rows]))
+    positions_BS = offsets = rows = None
     if attention:
         positions_BS = (torch.arange(num_rows) - first_X[run_T]).view_as(ids_BS).to(device)
-        run_BS = run_T.view_as(ids_BS).to(device)
-        visible_B1SS = (run_BS[:, :, None] == run_BS[:, None, :]).tril_()[:, None]
+        if num_rows and has_varlen_attention(device):
+            offsets = torch.cat((first_X, torch.tensor([num_rows]))).int().to(device)
     real_T = ids_BS.flatten() >= 0
     padded = not bool(real_T.all())
     if padded or balance:
@@ -135,7 +153,7 @@ def mark_documents(
         rows = replace(rows, real_R=real_R.to(device), real_T=real_T.to(device))
     if rows is not None and balance:
         real_X = real_T[first_X]
-        length_D = torch.diff(first_X, append=torch.tensor([num_rows]))[real_X]
+        length_D = length_X[real_X]
         document_T = (real_X.cumsum(0) - 1).clamp_min(0)[run_T]
         sequence_D = first_X[real_X] // length
         length_DB = torch.zeros(len(length_D), len(ids_BS))
@@ -146,7 +164,24 @@ def mark_documents(
             length_D=length_D.to(device),
             length_DB=length_DB.to(device),
         )
-    return Documents(positions_BS, visible_B1SS, rows, ids_BS)
+    longest = int(length_X.max()) if num_rows else 0
+    return Documents(positions_BS, offsets, longest, rows, ids_BS)
+
+
+def has_varlen_attention(device: torch.device) -> bool:
+    """Returns whether torch's flash attention runs there; AMD's has not been tried with documents."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    built = torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _visible(documents: Documents) -> Tensor | None:
+    if (positions_BS := documents.positions_BS) is None:
+        return None
+    place_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+    first_BS = place_S - positions_BS  # of the position's document
+    return (place_S >= first_BS[..., None]).tril_()[:, None]
 
 
 def with_neighbours(index_R: Tensor, times: int) -> Tensor:

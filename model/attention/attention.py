@@ -2,11 +2,12 @@
 
 MoMHA is in momha.py.
 
-Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C channels of a head, A
-experts of a head.
+Legend: B sequences, S positions, M of keys (S and those cached), T = B·S tokens, D model width, H
+heads, C channels of a head, A experts of a head.
 """
 
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from ..config.attention_config import (
     WithPositionsConfig,
 )
 from ..config.model_config import ModelConfig
+from ..documents import Documents
 from ..experts import ExpertLinears
 from ..initialise import Initializer, Initializers, parameter, zeros
 from ..layers import Linear, neighbours_as_halves, rotate_scaled
@@ -28,6 +30,8 @@ from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
 from ..routing import Routing, head_to_token_routes, token_to_head_routes
 from .base import Attention, DepthContext
 from .momha import MoMHA
+
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class RotaryAttention(Attention):
@@ -67,13 +71,10 @@ class RotaryAttention(Attention):
         """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
         With a cache the new positions follow the cached ones: queries and keys rotate by absolute
-        position, and every new query sees the whole past. A pass with document visibility has no
-        past.
+        position, and every new query sees the whole past.
         """
         assert context.rotary is not None
         assert context.unhalted is None, "only MoMHA supports halting"
-        cache, visible_B1SS = context.cache, context.visible_B1SS
-        past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
         # cast once for both products, which keep it for the backward pass
         n_BSD = n_BSD.to(self.query.weight.dtype)
         scale = self.d_head**-0.25
@@ -84,16 +85,9 @@ class RotaryAttention(Attention):
             backend=self.backend,
         )
         v_BHSC = v_BHSC.to(q_BHSC.dtype)
-        if cache is not None:
-            k_BHSC, v_BHSC = cache.append(k_BHSC, v_BHSC)
-        if visible_B1SS is not None:
-            return F.scaled_dot_product_attention(
-                q_BHSC, k_BHSC, v_BHSC, attn_mask=visible_B1SS, scale=1.0
-            )
-        if past == 0:
-            return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, is_causal=True, scale=1.0)
-        visible = torch.ones(new, past + new, dtype=torch.bool, device=n_BSD.device).tril(past)
-        return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, attn_mask=visible, scale=1.0)
+        if context.cache is not None:
+            k_BHSC, v_BHSC = context.cache.append(k_BHSC, v_BHSC)
+        return attend_visible(q_BHSC, k_BHSC, v_BHSC, context.documents)
 
 
 class SwitchHead(RotaryAttention):
@@ -204,6 +198,39 @@ class DenseAttention(RotaryAttention):
         if self.head_gate is not None:
             attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
         return self.output(attended_BSHC.flatten(2)), {}
+
+
+def attend_visible(
+    q_BHSC: Tensor, k_BHMC: Tensor, v_BHMC: Tensor, documents: Documents | None
+) -> Tensor:
+    """Returns softmax(q·kᵀ + causal)·v, within documents if attention respects them, (B, H, S, C).
+
+    Queries and keys are scaled already; the queries are the last S of M positions. Documents need a
+    mask only where torch's variable-length attention does not run, as in float32.
+    """
+    new, total, channels = q_BHSC.shape[2], k_BHMC.shape[2], q_BHSC.shape[3]
+    if documents is None or documents.positions_BS is None:
+        if new == total:
+            return F.scaled_dot_product_attention(q_BHSC, k_BHMC, v_BHMC, is_causal=True, scale=1.0)
+        visible = torch.ones(new, total, dtype=torch.bool, device=q_BHSC.device).tril(total - new)
+    elif documents.offsets is None or q_BHSC.dtype not in _VARLEN_DTYPES or channels > 256:
+        visible = documents.visible_B1SS
+    else:
+        return _attend_runs(q_BHSC, k_BHMC, v_BHMC, documents.offsets, documents.longest)
+    return F.scaled_dot_product_attention(q_BHSC, k_BHMC, v_BHMC, attn_mask=visible, scale=1.0)
+
+
+def _attend_runs(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """Attends within each run of rows laid end to end; every tensor is (B, H, S, C)."""
+    from torch.nn.attention.varlen import varlen_attn  # late: imports torch's compiler, seconds
+
+    batch, _, length, channels = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    if missing := -channels % 8:  # of what the kernel takes
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    runs, causal = (offsets, offsets, longest, longest), (-1, 0)
+    attended_THC = cast(Tensor, varlen_attn(q, k, v, *runs, scale=1.0, window_size=causal))
+    return attended_THC.narrow(-1, 0, channels).unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def make_attention(config: ModelConfig, initializers: Initializers, *, backend: str) -> Attention:
