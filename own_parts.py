@@ -59,14 +59,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def some_of(words: Iterable[object], near: str = "") -> str:
+def some_of(words: Iterable[object], near: str = "", *, between: str = ", ") -> str:
     """Returns at most ten words for a message, those nearest to `near` first, and how many more."""
     known = [word if len(word) <= _SHOWN else f"{word[:_SHOWN]}…" for word in map(str, words)]
     shown = known
     if near and _MOST < len(known) <= _MOST_COMPARED:
         shown = difflib.get_close_matches(near, known, n=_MOST, cutoff=0.0)
     more = f" and {len(known) - _MOST:,} more" if len(known) > _MOST else ""
-    return f"{', '.join(shown[:_MOST])}{more}" if known else "none"
+    return between.join(shown[:_MOST]) + more if known else "none"
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,10 @@ _ZSTD = pa.Codec("zstd")
 _SIZE = struct.Struct("<q")
 _SIGNED, _UNSIGNED, _SHORT = struct.Struct("<i"), struct.Struct("<I"), struct.Struct("<H")
 _PAIR = struct.Struct("<qq")
-_DAMAGES = (struct.error, IndexError, TypeError, OSError, EOFError, zstandard.ZstdError)
+_DAMAGES = (
+    *(struct.error, LookupError, TypeError, NotImplementedError, OSError, EOFError),
+    *(zstandard.ZstdError, pa.ArrowException),
+)
 _of_thread = threading.local()
 """A zstd decompressor per thread; unlike Arrow's, it writes into existing memory."""
 

@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, get_args
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from ..own_parts import some_of
 from .atomic import atomic_write
 from .data_config import FORMAT_VERSION, SOURCE_NAME
 from .errors import ShardError
@@ -215,7 +216,7 @@ class DatasetManifest:
         for source in self.sources:
             if source.name == name:
                 return source
-        known = ", ".join(source.name for source in self.sources)
+        known = some_of((source.name for source in self.sources), name)
         raise ShardError(f"the prepared folder has no source {name!r}; its sources are {known}")
 
     def segments(self, source: str) -> tuple[SealedSegment, ...]:

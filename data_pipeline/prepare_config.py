@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..own_parts import is_own
+from ..own_parts import is_own, some_of
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ MAX_LABEL_BYTES = 1024
 DEFAULT_SOURCE = "text"
 """The name of the only source, if a configuration gives `input` instead of `sources`."""
 
+OWN_TEXTS = "texts"
+"""The folder that recipes for your own text read, unless you name other input."""
 
 Name = Annotated[str, Field(min_length=1)]
 """A file, folder, glob, URL or function; an empty name would be the working folder."""
@@ -52,6 +54,9 @@ class RecordFields(BaseModel):
 
     answer_field: str = Field(default="", examples=["answer"])
     """The field of the answer to the prompt."""
+
+    format: Literal["", "txt", "jsonl", "parquet", "arrow"] = Field(default="", examples=["jsonl"])
+    """What all files hold, whatever their names end in; empty: by the suffixes of their names."""
 
     @model_validator(mode="after")
     def _check_prompt_and_answer(self) -> Self:
@@ -116,7 +121,7 @@ class PrepareConfig(RecordFields):
     input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=("embedded",), examples=[["texts/*.txt"]]
     )
-    """Files, folders, globs and fsspec URLs of .txt and .jsonl (also .gz and .zst), .parquet and
+    """Files, folders, globs and fsspec URLs of .txt, .md, .jsonl, .json (also .gz, .zst), .parquet and
     .arrow; python:package.module:function for your own records; or "embedded", the English prose
     that comes with every Python."""
 
@@ -152,8 +157,9 @@ class PrepareConfig(RecordFields):
     segment_tokens: int = Field(default=2**28, ge=1)
     """Training tokens per segment, the unit of sealing and shuffling."""
 
-    encoding_faults: Literal["error", "drop"] = "error"
-    """What to do if text is not valid Unicode: end with an error, or drop the document."""
+    encoding_faults: Literal["error", "drop"] | Annotated[int, Field(ge=0)] = "error"
+    """What to do with text that is not valid Unicode and lines that are not JSON: end with an error,
+    drop the document, or drop at most this many."""
 
     filters: Annotated[tuple[str, ...], OneOrMore] = Field(
         default=(), examples=[["my_filters:too_short"]]
@@ -210,9 +216,7 @@ class PrepareConfig(RecordFields):
                     f"tokenizer={self.tokenizer!r} has its own: leave it out"
                 )
         elif not (
-            "/" in self.tokenizer
-            or self.tokenizer.endswith((".json", ".model"))
-            or self.tokenizer.startswith("python:")
+            "/" in self.tokenizer or "." in self.tokenizer or self.tokenizer.startswith("python:")
         ):
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} is unknown: give 'bpe', 'bytes', a .json or .model "
@@ -224,13 +228,14 @@ class PrepareConfig(RecordFields):
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if bool(self.input) == bool(self.sources):
+            named = some_of(map(repr, self.input)) if self.input else ""
             raise ValueError(
-                f"input={list(self.input)} and {len(self.sources)} sources: give one of the two (with "
+                f"input=[{named}] and {len(self.sources)} sources: give one of the two (with "
                 "sources, set input=[])"
             )
         if self.sources and self.validation_input:
             raise ValueError(
-                f"validation_input={list(self.validation_input)} beside sources: move it into the "
+                f"validation_input=[{some_of(map(repr, self.validation_input))}] beside sources: move it into the "
                 "source that it belongs to"
             )
         fields = RecordFields.model_fields
@@ -294,8 +299,13 @@ class PrepareConfig(RecordFields):
         `input` and the equivalent entry of `sources` give the same result.
         """
         spec = self.model_dump(mode="json", exclude={*_REPEATED_IN_SOURCES, "sources"})
+        if self.encoding_faults != "error":
+            spec["encoding_faults"] = "drop"  # a limit ends a preparation, but changes no bytes
         spec["sources"] = [
-            source.model_dump(mode="json", exclude={"licence"}) for source in self.all_sources
+            source.model_dump(
+                mode="json", exclude={"licence", *(() if source.format else ("format",))}
+            )
+            for source in self.all_sources
         ]
         if self.tokenizer != "bpe":
             del spec["vocab_size"]

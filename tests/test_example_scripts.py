@@ -110,6 +110,7 @@ def test_interrupting_the_kernel_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     cell = (
         "import moebius\n"
         "config = moebius.recipe('own_text', 'train.steps=10000', 'prepare.tokenizer=bytes',\n"
+        "    'prepare.input=embedded',\n"
         "    model={'vocab_size': 257, 'd_model': 32, 'attention': {'d_head': 8}},\n"
         "    data={'seq_len': 32}, prepare={'vocab_size': 257}, train={'log_every': 1})\n"
         "status = moebius.fit(config, 'runs/mine')\n"

@@ -20,6 +20,7 @@ from ...distributed.checkpoint.format import (
     read_meta,
     step_name,
 )
+from ...own_parts import some_of
 
 
 def list_table(path: Path) -> Table:
@@ -64,7 +65,7 @@ def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
             )
     except CorruptCheckpointError as error:
         problems = [str(error)]
-    state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
+    state = Text(some_of(problems), style="red") if problems else Text("complete", style="green")
     return (step, written, size, *map(str, ranks), state)
 
 
@@ -87,7 +88,7 @@ def verify_each(
             num_verified += 1
             yield checkpoint, *found
     if not num_verified:
-        deleted = "; ".join(f"{checkpoint} was deleted meanwhile" for checkpoint in paths)
+        deleted = some_of(f"{checkpoint} was deleted meanwhile" for checkpoint in paths)
         raise CheckpointError(f"{deleted}; nothing was verified")
 
 

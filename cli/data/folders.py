@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...own_parts import some_of
 from ..arguments import RUNS, Commands, add_command
 from .peek import add_peek
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from ...data_pipeline.manifest import DatasetManifest
     from ...data_pipeline.verify import FoundFolder
+
+
+_MOST_QUARANTINED = 10  # input splits shown
 
 
 def add_commands(commands: Commands) -> None:
@@ -54,8 +58,9 @@ def _ls(options: argparse.Namespace) -> int:
     paths = options.paths or [RUNS]
     found = [folder for path in paths for folder in find_folders(path)]
     if not found:
-        names = ", ".join(map(str, paths))
-        raise ValueError(f"no prepared data in {names}: name its folder, or run `moebius prepare`")
+        raise ValueError(
+            f"no prepared data in {some_of(paths)}: name its folder, or run `moebius prepare`"
+        )
     print_folders(found)
     return 0
 
@@ -142,8 +147,10 @@ def _losses(folder: "FoundFolder") -> "Iterator[Text]":
     for source, reasons in completion.dropped.items():
         for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
             yield Text(f"{folder.path}, {source}: {count:,} documents dropped: {reason}")
-    for split in completion.quarantined:
+    for split in completion.quarantined[:_MOST_QUARANTINED]:
         yield Text(f"{folder.path}, {split.source}: {split.input} is left out: {split.error}")
+    if (more := len(completion.quarantined) - _MOST_QUARANTINED) > 0:
+        yield Text(f"{folder.path}: {more:,} more input splits are left out (last manifest)")
 
 
 def _add_verify(actions: Commands) -> None:

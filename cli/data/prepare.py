@@ -5,7 +5,6 @@ can be given as `prepare.key=value`, or in the [prepare] table of a TOML file.
 """
 
 import argparse
-import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from ..arguments import (
 if TYPE_CHECKING:
     from ...data_pipeline.make.pools import TaskPool
     from ...data_pipeline.prepare_config import PrepareConfig
-
-_OVERRIDE = re.compile(r"prepare(\.\w+)+=")
 
 
 def add_commands(commands: Commands) -> None:
@@ -54,7 +51,7 @@ def add_commands(commands: Commands) -> None:
         nargs="+",
         metavar="TEXT",
         default=[],
-        help=".txt, .jsonl (.gz, .zst), .parquet, .arrow: files, folders, globs or URLs; "
+        help=".txt, .md, .jsonl, .json (.gz, .zst), .parquet, .arrow: files, folders, globs, URLs; "
         "python:package.module:function; `embedded`, the default, is the prose that Python carries",
     )
     parser.add_argument(
@@ -119,12 +116,22 @@ def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
     values: dict[str, Any] = {}
     overrides = list(options.overrides)
     # --input consumes all words that follow
-    overrides += [word for word in options.input if _OVERRIDE.match(word)]
-    if inputs := [word for word in options.input if not _OVERRIDE.match(word)]:
+    overrides += filter(_is_override, options.input)
+    if inputs := [word for word in options.input if not _is_override(word)]:
         values["input"] = inputs
     if options.tokenizer is not None:
         values["tokenizer"] = options.tokenizer
     return resolve_prepare(options.config, overrides, RECIPES, options=values)
+
+
+def _is_override(word: str) -> bool:
+    """Returns whether a word is meant as `key=value`, with or without its section."""
+    from ...train.config.run_config import Config
+    from ...train.config.validation import known_keys
+
+    key, equals, _ = word.partition("=")
+    known = {key for key, _ in known_keys(Config)}
+    return bool(equals) and (key.startswith("prepare.") or {key, f"prepare.{key}"} & known != set())
 
 
 def _pool(workers: int) -> "AbstractContextManager[TaskPool]":

@@ -129,6 +129,10 @@ class Committer:
         if segment and (is_full or not self._left[source]):
             self._seal(source)
 
+    def num_train_tokens(self, source: str) -> int:
+        """Returns the training tokens of a source that are committed so far."""
+        return self._tokens[source]["train"]
+
     def complete(
         self,
         counts: dict[str, SourceCounts],

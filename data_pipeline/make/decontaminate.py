@@ -28,6 +28,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from ...own_parts import some_of
 from ..arrow_columns import number_column
 from ..errors import InputError, ShardError
 from ..prepare_config import DecontaminateConfig
@@ -122,7 +123,7 @@ def build_index(config: DecontaminateConfig) -> EvaluationIndex:
     hashes_H, first = np.unique(np.concatenate(hashes), return_index=True)
     if not len(hashes_H):
         raise InputError(
-            f"no item of {', '.join(config.evaluation_sets)} has {config.ngram_words} words: "
+            f"no item of {some_of(config.evaluation_sets)} has {config.ngram_words} words: "
             f"lower prepare.decontaminate.ngram_words={config.ngram_words}, or name other sets"
         )
     sets = np.repeat(np.arange(len(hashes), dtype=np.uint32), list(map(len, hashes)))
@@ -148,8 +149,8 @@ def _item_texts(path: str, fields: Sequence[str]) -> Iterator[str]:
 def _item_text(record: dict[str, Any], fields: Sequence[str], where: str) -> str:
     if missing := [field for field in fields if field not in record]:
         raise InputError(
-            f"{where}: no field {missing[0]!r}; its fields are {', '.join(map(repr, record))}: "
-            "set prepare.decontaminate.fields"
+            f"{where}: no field {missing[0]!r}; its fields are "
+            f"{some_of(map(repr, record), repr(missing[0]))}: set prepare.decontaminate.fields"
         )
     chosen = [record[field] for field in fields] if fields else list(record.values())
     return "\n".join(_strings(chosen))

@@ -26,8 +26,8 @@ import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection
@@ -204,7 +204,8 @@ class _Worker:
         # not a daemon, which could not start processes of its own
         self.process = context.Process(target=_work, args=(theirs, life), daemon=False)
         self._has_begun = False
-        self.process.start()
+        with _safe_path():
+            self.process.start()
         theirs.close()
 
     def send(self, function: Callable[[T], object], item: T) -> None:
@@ -243,6 +244,19 @@ class _Worker:
         if -code in _FROM_OUTSIDE:
             return WorkerKilledError(f"its process was killed ({name})")
         return WorkerDiedError(f"its process crashed ({name})")
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Starts Python inside without the working folder first on its path, where a `token.py` would end it."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _work(pipe: Any, life: Any) -> None:

@@ -23,6 +23,7 @@ Cost: reading takes 10 ms/MB/core, twice unless the process still has the docume
 takes nearly all the time.
 """
 
+import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...own_parts import some_of
 from ..errors import InputError, PrepareError, ShardError
 from ..manifest import (
     UNFINISHED,
@@ -43,6 +45,7 @@ from ..manifest import (
 )
 from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
+from ..sources.records import FAULTS
 from .choose import Chooser
 from .commit import Committer
 from .filters import set_up_rules
@@ -63,6 +66,7 @@ from .tasks import (
     unfinished_file,
 )
 from .unfinished import (
+    QUARANTINED,
     Quarantined,
     QuarantineStage,
     begin,
@@ -76,6 +80,8 @@ from .unfinished import (
 )
 from .units import Meter, PrepareProgress, Unit, plan_units
 from .vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
 
 _MAX_REASON_CHARS = 2000
 _Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
@@ -108,17 +114,24 @@ def prepare(
     """
     folder = Path(directory).absolute()
     config = in_words_of(folder, config)
-    show = on_progress or (lambda progress: None)
+    show = on_progress or _log_news
+
+    def tell(news: str) -> None:
+        show(PrepareProgress("reading", news=news))
+
+    if any(source.input == (EMBEDDED,) for source in config.all_sources):
+        tell("the text is Python's own documentation (embedded); prepare.input names yours")
     manifest = finished(config, folder)
     if manifest is None:
         # before writing anything: most mistakes are in the names of the input
-        units = plan_units(config)
+        units = plan_units(config, tell)
         if pool is None or _needs_no_pool(units):
             pool = SerialPool()
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
             manifest = finished(config, folder)  # another process may have been faster
             if manifest is None:
-                begin(config, folder, units)
+                if news := begin(config, folder, units):
+                    tell(news)
                 set_up_rules(config, folder / UNFINISHED)
                 work = _Preparation(config, folder, units, pool, show, on_poison)
                 try:
@@ -133,6 +146,12 @@ def prepare(
         with claimed(folder, on_wait=lambda: None):
             clear(folder)
     return manifest
+
+
+def _log_news(progress: PrepareProgress) -> None:
+    """Logs what must be said even if nobody shows the progress."""
+    if progress.news:
+        logger.warning("%s", progress.news)
 
 
 def _needs_no_pool(units: Sequence[Unit]) -> bool:
@@ -212,6 +231,9 @@ class _Preparation:
             self._hand_out()  # first, so that no worker waits for the manifests' fsync
             self._commit_in_order()
             self._tell()
+        for source in self._last_units:
+            if not self._committer.num_train_tokens(source):
+                raise self._nothing_left(source)
         quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
         self._committer.complete(self._chooser.counts, quarantined, self._units)
 
@@ -382,6 +404,7 @@ class _Preparation:
     def _choose(self, index: int, scanned: Scanned, *, is_quarantined: bool) -> None:
         unit = self._units[index]
         fates = self._chooser.choose(unit, scanned)
+        self._check_faults(unit)
         save_fates(self._folder, unit, fates)
         has_documents = bool(np.isin(fates, list(SIDES)).any())
         if is_quarantined:
@@ -401,6 +424,18 @@ class _Preparation:
         else:
             self._ready["tokenise"].append(index)
 
+    def _check_faults(self, unit: Unit) -> None:
+        """Checks that not too many documents are dropped for faults, if their number is limited."""
+        limit = self._config.encoding_faults
+        dropped = sum((counts.dropped for counts in self._chooser.counts.values()), Counter[str]())
+        found = {reason: dropped[reason] for reason in FAULTS if dropped[reason]}
+        if isinstance(limit, int) and sum(found.values()) > limit:
+            words = some_of(f"{count:,} {reason}" for reason, count in found.items())
+            raise InputError(
+                f"{sum(found.values()):,} faulty documents ({words}), the last in {unit.label}, are "
+                f"more than prepare.encoding_faults={limit}: repair the input, or raise the limit"
+            )
+
     def _sealed_shards(self, unit: Unit) -> tuple[ShardEntry, ...] | None:
         """Returns a unit's shards if an earlier run sealed all of them."""
         recorded = recorded_shards(UnitTask(self._config, self._folder, unit))
@@ -416,16 +451,11 @@ class _Preparation:
         if counts.chosen["train"]:
             return
         config = next(one for one in self._config.all_sources if one.name == source)
-        lost = [one.split for one in self._quarantined.values() if one.split.source == source]
-        if lost:
-            raise PrepareError(
-                f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits are "
-                f"in quarantine, for example {lost[0].input} ({lost[0].error}); see quarantined/ in "
-                "the folder"
-            )
-        names = ", ".join(config.input)
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.dropped.items())
-        reasons = reasons or "none dropped"
+        if any(one.split.source == source for one in self._quarantined.values()):
+            raise self._nothing_left(source)
+        names = some_of(config.input)
+        reasons = some_of(f"{count} {reason}" for reason, count in counts.dropped.most_common())
+        reasons = reasons if counts.dropped else "none dropped"
         if not counts.chosen["validation"]:
             raise InputError(
                 f"input {names} is empty: {counts.dropped.total()} documents were read ({reasons}); "
@@ -436,6 +466,18 @@ class _Preparation:
             f"({counts.chosen['validation']} there; {reasons}): lower "
             f"validation_fraction={self._config.validation_fraction}, or give input that is not in "
             "validation_input"
+        )
+
+    def _nothing_left(self, source: str) -> PrepareError:
+        """Returns the error for a source in quarantine, whose units the next call tries again."""
+        lost = [one.split for one in self._quarantined.values() if one.split.source == source]
+        for unit in self._units:
+            if unit.source == source:
+                unfinished_file(self._folder, unit, "quarantined.json").unlink(missing_ok=True)
+        return PrepareError(
+            f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits are in "
+            f"quarantine, for example {lost[0].input} ({lost[0].error}). Correct that, see "
+            f"{self._folder / QUARANTINED}, and run the same command again"
         )
 
     def _commit_in_order(self) -> None:

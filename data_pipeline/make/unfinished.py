@@ -11,7 +11,7 @@ from glob import glob
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ...own_parts import PYTHON
+from ...own_parts import PYTHON, some_of
 from ..atomic import TEMPORARY, atomic_write, explained_write_errors, read_record, write_record
 from ..errors import PrepareError
 from ..manifest import (
@@ -183,11 +183,16 @@ def _make_room(folder: Path) -> None:
             raise
 
 
-def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
+def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> str:
     """Records the plan, or checks that an interrupted run had the same; removes its temporary files.
 
+    An interrupted run of something else that has sealed nothing is started over.
+
+    Returns:
+        What to tell about that, or "".
+
     Raises:
-        PrepareError: the interrupted run had another configuration or other input.
+        PrepareError: an interrupted run with sealed data had another configuration or other input.
     """
     plan = {
         "spec_hash": config.spec_hash,
@@ -199,25 +204,40 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
         go_on(folder)
         for debris in [*temporary_files(folder), *path.parent.glob(f"*{TEMPORARY}*")]:
             debris.unlink(missing_ok=True)
-    if not path.exists():
+    problem = _other_plan(path, plan) if path.exists() else ""
+    if problem and is_prepared(folder):
+        raise PrepareError(f"{folder} {problem}: choose another folder, or delete this one")
+    if problem:
+        with explained_write_errors(folder):
+            _start_over(folder)
+    if problem or not path.exists():
         write_record(path, plan)
-        return
+    return problem and f"{folder} {problem}; it had sealed nothing and is started over"
+
+
+def _other_plan(path: Path, plan: dict[str, Any]) -> str:
+    """Describes how an interrupted preparation differs from a plan; "" if it does not."""
     found = read_record(path)
     if found is None:
-        raise PrepareError(
-            f"{path} is damaged, so the interrupted preparation is unknown: delete the folder and "
-            "prepare again"
-        )
+        return "holds an unfinished preparation whose plan is damaged"
     if found["spec_hash"] != plan["spec_hash"]:
-        raise PrepareError(
-            f"{folder} holds an unfinished preparation of something else "
-            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this one"
-        )
+        difference = _difference(found["spec"], plan["spec"])
+        return f"holds an unfinished preparation of something else ({difference})"
     if found["units"] != plan["units"]:
-        raise PrepareError(
-            f"{folder} holds an unfinished preparation whose input files have changed since: delete "
-            "the folder and prepare again, from files that nothing writes to"
-        )
+        return "holds an unfinished preparation whose input files have changed since"
+    return ""
+
+
+def _start_over(folder: Path) -> None:
+    """Removes the work of a preparation that has sealed nothing, except its lock."""
+    shutil.rmtree(folder / QUARANTINED, ignore_errors=True)
+    made = (one for pattern in ("*.arrow", "tokenizer*") for one in folder.glob(pattern))
+    work = (one for one in (folder / UNFINISHED).iterdir() if one.name != LOCK)
+    for path in [*made, *work]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @dataclass(frozen=True)
@@ -287,10 +307,10 @@ def clear(folder: Path) -> None:
 def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
     found, asked = _flat(found), _flat(asked)
     keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
-    return (
-        "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys)
-        or "another format"
-    )
+    words = [
+        f"{key}: there {found.get(key)!r:.80}, asked for {asked.get(key)!r:.80}" for key in keys
+    ]
+    return some_of(words, between="; ") if words else "another format"
 
 
 def _flat(spec: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ counts finished units for progress displays.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -57,13 +57,15 @@ class Unit:
         return f"{first} to {last} ({len(self.splits)} files)"
 
 
-def plan_units(config: PrepareConfig) -> tuple[Unit, ...]:
-    """Lists all units in the order of decisions and commits.
+def plan_units(
+    config: PrepareConfig, tell: Callable[[str], None] = lambda news: None
+) -> tuple[Unit, ...]:
+    """Lists all units in the order of decisions and commits; for `tell` see `plan_splits`.
 
     Raises:
         InputError: some input does not exist.
     """
-    splits = plan_splits(config)
+    splits = plan_splits(config, tell)
     units = [
         unit
         for source in config.all_sources

@@ -8,6 +8,7 @@ documents may be held out regardless of its hash.
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...own_parts import some_of
 from ..errors import InputError
 from ..prepare_config import PrepareConfig
 from ..tokenizers.hub import open_tokenizer
@@ -66,7 +67,7 @@ class Vocabulary:
         if not any(self._sampled.values()):
             names = [name for source in self._config.all_sources for name in source.input]
             raise InputError(
-                f"input {', '.join(names)} has no text to train the tokenizer on: give files with text"
+                f"input {some_of(names)} has no text to train the tokenizer on: give files with text"
             )
         return True
 

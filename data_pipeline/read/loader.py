@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ...own_parts import some_of
 from ..data_config import DataConfig
 from ..errors import DataError
 from .corruption import BatchFetcher, SkipList, open_fetcher
@@ -181,7 +182,7 @@ class Loader:
         """
         if differing := self.samples.differences(position):
             raise DataError(
-                f"the checkpoint's data or their order differ ({'; '.join(differing)}): continuing "
+                f"the checkpoint's data or their order differ ({some_of(differing, between='; ')}): continuing "
                 "would repeat some samples and omit others. Resume with the same data and settings, "
                 "start a new run from its weights, or set data.override_position=true"
             )

@@ -19,6 +19,7 @@ from typing import Literal, Self
 
 import numpy as np
 
+from ...own_parts import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
@@ -311,8 +312,8 @@ def check_names(manifest: DatasetManifest, data: DataConfig) -> None:
     known = {source.name for source in manifest.sources}
     if unknown := sorted(data.mixture_names - known):
         raise DataError(
-            f"data.weights, data.max_epochs or data.stages name {', '.join(unknown)}: the folder's "
-            f"sources are {', '.join(sorted(known))}"
+            f"data.weights, data.max_epochs or data.stages name {some_of(unknown)}: the folder's "
+            f"sources are {some_of(sorted(known), unknown[0])}"
         )
 
 

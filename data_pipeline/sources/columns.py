@@ -1,7 +1,9 @@
 """Reads Parquet and Arrow: a record is a row, and only the needed columns are read.
 
-If text is not UTF-8, its rows are read as bytes and decoded one by one, so that the error names the
-row, or only that row is dropped. A missing value counts as an empty document.
+Text may be of any type that holds it: strings, views, bytes that are UTF-8, dictionaries
+(categories) and runs of these. If it is not UTF-8, its rows are read as bytes and decoded one by one,
+so that the error names the row, or only that row is dropped. A missing value counts as an empty
+document.
 """
 
 from collections.abc import Iterator
@@ -11,14 +13,22 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..atomic import atomic_write
 from ..errors import InputError
+from ..retries import is_of_connection
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
 from .records import NOT_UTF8, ORIGIN_FIELD, RecordRules, document_of, shown
 
+_BYTES = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+_TEXTS = {*_BYTES, *_BYTES.values()}
 _ROWS = 64  # per batch: enough for full speed, few enough for long documents
 
 
@@ -30,7 +40,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     """Yields ranges of the row groups of a Parquet file."""
-    with opened(url) as file, _columnar_errors(url):
+    with opened(url) as file, _columnar_errors(url, "Parquet"):
         metadata = pq.ParquetFile(file).metadata
         sizes = [
             metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
@@ -49,7 +59,7 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
 
     It divides the number of batches evenly, because the footer does not give their sizes.
     """
-    with opened(url) as file, _columnar_errors(url):
+    with opened(url) as file, _columnar_errors(url, "Arrow"):
         reader = _arrow_reader(file)
         if not isinstance(reader, pa.ipc.RecordBatchFileReader):
             yield SplitRange(0, 1, size)
@@ -63,7 +73,7 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
 
 def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     """Reads the documents of a split's row groups of a Parquet file."""
-    with opened(split.url, split.size) as file, _columnar_errors(split.url):
+    with opened(split.url, split.size) as file, _columnar_errors(split.url, "Parquet"):
         parquet = pq.ParquetFile(file)
         columns = _columns(split.url, parquet.schema_arrow, rules)
         groups = range(split.start, split.stop)
@@ -73,7 +83,7 @@ def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 
 def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     """Reads the documents of a split's record batches of an Arrow file, or of a whole stream."""
-    with opened(split.url, split.size) as file, _columnar_errors(split.url):
+    with opened(split.url, split.size) as file, _columnar_errors(split.url, "Arrow"):
         reader = _arrow_reader(file)
         columns = _columns(split.url, reader.schema, rules)
         is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
@@ -85,7 +95,8 @@ def _small_batches(whole: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
     for batch in whole:
         chosen = batch.select(columns)
         # Arrow trusts a file's offsets; validate as bytes, because invalid UTF-8 is reported later
-        _as_bytes(chosen).validate(full=True)
+        for column in chosen.columns:
+            _as_bytes(column).validate(full=True)
         for start in range(0, chosen.num_rows, _ROWS):
             yield chosen.slice(start, _ROWS)
 
@@ -102,11 +113,28 @@ def _documents(
 
 
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Returns the rows of a batch, with text as bytes if any of it is not UTF-8."""
+    """Returns the rows of a small batch, with text as bytes in columns that are not all UTF-8."""
+    columns = [_values(_plain(column)) for column in batch.columns]
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: pa.Array) -> list[Any]:
     try:
-        return batch.to_pylist()
+        return column.to_pylist()
     except UnicodeDecodeError:
-        return _as_bytes(batch).to_pylist()
+        return _as_bytes(column).to_pylist()
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Returns a column without extensions, dictionaries and runs."""
+    kind = column.type
+    if isinstance(column, pa.ExtensionArray):
+        return _plain(column.storage)
+    if pa.types.is_dictionary(kind):
+        return _plain(column.dictionary_decode())
+    if pa.types.is_run_end_encoded(kind):
+        return _plain(pc.call_function("run_end_decode", [column]))
+    return column
 
 
 def _document(
@@ -129,14 +157,18 @@ def _document(
     return document_of(record, row, rules, where=where, file_name=file_name)
 
 
-def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Returns a view of a batch with text columns as bytes."""
-    kinds = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
-    columns = [
-        column.view(kinds[column.type]) if column.type in kinds else column
-        for column in batch.columns
-    ]
-    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+def _as_bytes(column: pa.Array) -> pa.Array:
+    """Returns a column whose text, also that of a dictionary or of runs, is bytes."""
+    kind = column.type
+    if isinstance(column, pa.ExtensionArray):
+        return _as_bytes(column.storage)
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(
+            column.indices, _as_bytes(column.dictionary), safe=False
+        )
+    if pa.types.is_run_end_encoded(kind):
+        return pa.RunEndEncodedArray.from_arrays(column.run_ends, _as_bytes(column.values))
+    return column.view(_BYTES[kind]) if kind in _BYTES else column
 
 
 def _arrow_reader(file: IO[bytes]) -> Any:
@@ -154,28 +186,46 @@ def _columns(url: str, schema: pa.Schema, rules: RecordRules) -> list[str]:
 
 
 def _check_column(url: str, schema: pa.Schema, name: str, rules: RecordRules) -> None:
-    setting = rules.setting_of(name)
+    texts = [field.name for field in schema if _held(field.type) in _TEXTS]
     if name not in schema.names:
-        names = ", ".join(map(repr, schema.names))
         raise InputError(
-            f"{url}: no column {name!r}; its columns are {names}: set {setting} to one of them"
+            f"{url}: no column {name!r}; {rules.advice(name, schema.names, texts, 'columns')}"
         )
-    column_type = schema.field(name).type
-    is_text = pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
-    if is_text or (setting == "id_field" and pa.types.is_integer(column_type)):
+    held, is_id = _held(schema.field(name).type), rules.setting_of(name) == "id_field"
+    if held in _TEXTS or pa.types.is_fixed_size_binary(held) or pa.types.is_null(held):
         return
-    wanted = "text or whole numbers" if setting == "id_field" else "text"
+    if is_id and pa.types.is_integer(held):
+        return
+    wanted = "text or whole numbers" if is_id else "text"
     raise InputError(
-        f"{url}: column {name!r} holds {column_type}, not {wanted}: set {setting} to another"
+        f"{url}: column {name!r} holds {held!s:.200}, not {wanted}; "
+        f"{rules.advice(name, schema.names, texts, 'columns')}"
     )
 
 
+def _held(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of a column's values without extensions, dictionaries and runs."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _held(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _held(kind.value_type)
+    return kind
+
+
 @contextmanager
-def _columnar_errors(url: str) -> Iterator[None]:
-    name = "Parquet" if url.endswith(".parquet") else "Arrow"
+def _columnar_errors(url: str, name: str) -> Iterator[None]:
+    """Turns what Arrow raises about a file, which is of many classes, into an InputError."""
     try:
         yield
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except InputError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) and not isinstance(error, pa.ArrowException):
+            raise
+        is_of_arrow = type(error) is OSError and error.errno is None  # else of the file system
+        if is_of_connection(error) and not is_of_arrow:
+            raise
         raise InputError(
-            f"{url} is not a readable {name} file ({error}): check that it is whole"
+            f"{url} is not a readable {name} file ({type(error).__name__}: {error!s:.300}): check "
+            "that it is whole"
         ) from error

@@ -1,13 +1,16 @@
-"""Decompresses .gz and .zst streams in bounded memory.
+"""Decompresses .gz, .zst, .bz2 and .xz files in bounded memory.
 
 A few kB can expand by a factor of 1,000 (gzip) or 30,000 (zstd), so this decompresses small pieces and
 yields small pieces; `lines` bounds how much of them is kept. A truncated file is an error, which the
 libraries' own readers hide.
 """
 
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import IO, Any
 
 import zstandard
@@ -18,11 +21,14 @@ CHUNK_BYTES = 2**20
 """Bytes read, and yielded, at a time."""
 
 _COMPRESSION_RATIO = 4  # of text, approximately
+_MAX_WINDOW_BYTES = 2**31  # `zstd --long=31`, its maximum
+_USUAL_WINDOW_BYTES = 2**27  # what `zstd` itself reads unasked
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Codec:
-    """Holds what differs between gzip and zstd."""
+    """Holds what differs between the kinds of compression."""
 
     name: str
     part: str  # a file is a sequence of these
@@ -30,15 +36,45 @@ class _Codec:
     start: Callable[[], Any]
 
 
+_ZSTD = _Codec(
+    *("zstd", "frame", 2**11),
+    lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj(),
+)
 _CODECS = {
     ".gz": _Codec("gzip", "member", 2**15, lambda: zlib.decompressobj(wbits=31)),
-    ".zst": _Codec("zstd", "frame", 2**11, lambda: zstandard.ZstdDecompressor().decompressobj()),
+    ".zst": _ZSTD,
+    ".zstd": _ZSTD,
+    # imported on use, since a Python may lack them
+    ".bz2": _Codec("bzip2", "stream", 2**10, lambda: import_module("bz2").BZ2Decompressor()),
+    ".xz": _Codec(
+        *("xz", "stream", 2**12),
+        # 1 is FORMAT_XZ: the default also takes zeros for a file
+        lambda: import_module("lzma").LZMADecompressor(format=1, memlimit=_MAX_WINDOW_BYTES),
+    ),
 }
+PACKED = tuple(_CODECS)
+"""The suffixes of compressed files."""
+
+# what the libraries' errors mean, if not damage
+_NOT_DAMAGE = {
+    "too much memory": "its window exceeds 2 GiB: compress it again without --long",
+    "Memory usage limit": "it needs more than 2 GiB of memory: compress it again with a lower level",
+    "Dictionary mismatch": "it needs the dictionary that it was compressed with: unpack it with "
+    "zstd -d -D DICTIONARY",
+    "llocation error": "there is too little free memory: use fewer workers",
+    "nsupported": "this version of the library cannot read it: unpack it first",
+}
+_NOT_OF_KIND = (
+    "nknown frame descriptor",
+    "incorrect header check",
+    "Invalid data",
+    "not supported",
+)
 
 
-def is_compressed(url: str) -> bool:
-    """Returns whether a file's name has a compression suffix."""
-    return url.endswith(tuple(_CODECS))
+def is_compressed(name: str) -> bool:
+    """Returns whether the name of a file or of a format has a compression suffix."""
+    return name.lower().endswith(PACKED)
 
 
 def text_bytes(size: int) -> int:
@@ -52,33 +88,64 @@ def chunks(file: IO[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-def unpacked_chunks(file: IO[bytes], url: str) -> Iterator[bytes]:
-    """Yields the decompressed bytes of all zstd frames or gzip members of a file.
+def unpacked_chunks(file: IO[bytes], url: str, kind: str = "") -> Iterator[bytes]:
+    """Yields the decompressed bytes of all members, frames or streams of a file.
+
+    Zeros after one of them are padding. `kind` or else `url` ends with the compression's suffix.
 
     Raises:
-        InputError: the file is damaged or truncated.
+        InputError: the file is damaged or truncated, or needs a dictionary or more memory.
     """
-    codec = next(codec for suffix, codec in _CODECS.items() if url.endswith(suffix))
-    stream = codec.start()
-    pending = False
+    name = (kind or url).lower()
+    codec = next(codec for suffix, codec in _CODECS.items() if name.endswith(suffix))
+    stream, is_first, pending = codec.start(), True, False
     for piece in _pieces(file, codec.piece_bytes):
-        while piece:
+        if is_first and codec is _ZSTD:
+            _say_window(url, piece)
+        while piece := piece if pending or is_first else piece.lstrip(b"\0"):
             try:
                 text = stream.decompress(piece)
-            except (zstandard.ZstdError, zlib.error) as error:
-                raise InputError(
-                    f"{url} is not valid {codec.name} ({error}): it is damaged; fetch it again"
-                ) from error
+            except MemoryError:
+                raise
+            except Exception as error:  # each library has its own
+                raise InputError(_refusal(url, codec, error, is_first and not pending)) from error
             for start in range(0, len(text), CHUNK_BYTES):
                 yield text[start : start + CHUNK_BYTES]
             pending, piece = not stream.eof, b""
             if stream.eof:
-                piece = stream.unused_data
+                piece, is_first = stream.unused_data, False
                 stream = codec.start()
     if pending:
         raise InputError(
             f"{url} ends in the middle of a {codec.name} {codec.part}: it is truncated; fetch it again"
         )
+
+
+def _refusal(url: str, codec: _Codec, error: Exception, is_beginning: bool) -> str:
+    """Returns why a file cannot be decompressed, and what to do."""
+    for words, advice in _NOT_DAMAGE.items():
+        if words in str(error):
+            return f"{url} cannot be unpacked ({error}): {advice}"
+    advice = "it is damaged; fetch it again"
+    if codec is _ZSTD:
+        advice += " (if it is whole, it was compressed with a dictionary: zstd -d -D DICTIONARY)"
+    if is_beginning and any(words in str(error) for words in _NOT_OF_KIND):
+        advice = "its name is wrong, or it is damaged: look at it with `file`"
+    return f"{url} is not valid {codec.name} ({error}): {advice}"
+
+
+def _say_window(url: str, head: bytes) -> None:
+    try:
+        size = zstandard.get_frame_parameters(head).window_size
+    except zstandard.ZstdError:  # which decompressing will explain
+        return
+    if _USUAL_WINDOW_BYTES < size <= _MAX_WINDOW_BYTES:
+        _say_once("%s: reading takes %d MiB of memory (zstd --long)", url, size >> 20)
+
+
+@cache
+def _say_once(text: str, *values: object) -> None:
+    logger.warning(text, *values)
 
 
 def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:

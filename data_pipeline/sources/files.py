@@ -5,15 +5,21 @@ retried (`retries`, `remote`).
 """
 
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple, cast
 
 import fsspec
 
 from ..errors import InputError
+from ..prepare_config import OWN_TEXTS
 from ..retries import explain, is_of_connection, is_passing, patiently
+from .compression import is_compressed
 from .remote import RemoteFile
+
+# files beside the data of a data set, by the beginning of their names; none of its text
+_DESCRIPTIONS = {"readme", "license", "dataset_info", "dataset_infos", "dataset_dict", "state"}
 
 
 class FoundFile(NamedTuple):
@@ -23,19 +29,24 @@ class FoundFile(NamedTuple):
     size: int
 
 
-def find_files(pattern: str, suffixes: Sequence[str]) -> Iterator[FoundFile]:
-    """Yields the files of a name, folder, glob or URL, sorted by name.
+def find_files(
+    pattern: str, can_read: Callable[[str], bool]
+) -> tuple[list[FoundFile], Counter[str]]:
+    """Returns the files of a name, folder, glob or URL, sorted by name, and the number left out.
 
     Args:
-        pattern: the user's input; a folder stands for its files with one of `suffixes`.
-        suffixes: the suffixes that can be read.
+        pattern: the user's input; a folder stands for its readable files.
+        can_read: whether a file of a folder can be read, by its name.
+
+    Returns:
+        The files, of which a folder may have none; what is left out, by suffix or kind.
 
     Raises:
         InputError: no file matches, or it cannot be listed.
     """
     fs, path = _filesystem(pattern)
     with _explained(f"input {pattern!r} cannot be listed"):
-        yield from patiently(lambda: _found_files(fs, path, pattern, suffixes))
+        return patiently(lambda: _found_files(fs, path, pattern, can_read))
 
 
 @contextmanager
@@ -91,14 +102,25 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def _found_files(fs: Any, path: str, pattern: str, suffixes: Sequence[str]) -> list[FoundFile]:
-    paths = [path] if _exists(fs, path) else sorted(str(p) for p in fs.glob(path) if fs.isfile(p))
+def _found_files(
+    fs: Any, path: str, pattern: str, can_read: Callable[[str], bool]
+) -> tuple[list[FoundFile], Counter[str]]:
+    left_out: Counter[str] = Counter()
+    if _exists(fs, path):
+        paths = [path]
+    else:
+        matched = sorted(map(str, fs.glob(path)))
+        paths = [one for one in matched if fs.isfile(one)]
+        if len(matched) == 1:  # a folder, too
+            paths = matched
+        left_out += Counter(folders=len(matched) - len(paths))
     if not paths:
-        raise InputError(_nothing_there(pattern))
+        raise InputError(_nothing_there(pattern, left_out["folders"]))
     if len(paths) == 1 and fs.isdir(paths[0]):
-        paths = _readable_files(fs, paths[0], pattern, suffixes)
+        paths, left_out = _readable_files(fs, paths[0], can_read)
     urls = [found if _is_local(fs) else str(fs.unstrip_protocol(found)) for found in paths]
-    return [FoundFile(url, _size(fs, found, url)) for found, url in zip(paths, urls, strict=True)]
+    found = [FoundFile(url, _size(fs, one, url)) for one, url in zip(paths, urls, strict=True)]
+    return found, left_out
 
 
 def _exists(fs: Any, path: str) -> bool:
@@ -115,21 +137,31 @@ def _exists(fs: Any, path: str) -> bool:
     return True
 
 
-def _readable_files(fs: Any, folder: str, pattern: str, suffixes: Sequence[str]) -> list[str]:
-    """Returns the readable files below a folder, sorted, without hidden ones."""
+def _readable_files(
+    fs: Any, folder: str, can_read: Callable[[str], bool]
+) -> tuple[list[str], Counter[str]]:
+    """Returns the readable files below a folder, sorted, and what the others are."""
     prefix = f"{folder.rstrip('/')}/"
-    inside = {str(path): str(path).removeprefix(prefix).split("/") for path in fs.find(folder)}
-    paths = [
-        path
-        for path, parts in inside.items()
-        if path.endswith(tuple(suffixes)) and not any(part.startswith(".") for part in parts)
-    ]
-    if not paths:
-        raise InputError(
-            f"input {pattern!r} is a folder without readable files: none of its {len(inside)} files "
-            f"ends in {', '.join(suffixes)}"
-        )
-    return sorted(paths)
+    paths, left_out = [], Counter[str]()
+    # else a local folder that may not be listed is left out without a word
+    options = {"on_error": "raise"} if _is_local(fs) else {}
+    for path in sorted(map(str, fs.find(folder, **options))):
+        parts = path.removeprefix(prefix).split("/")
+        if any(part.startswith(".") for part in parts):
+            left_out["hidden"] += 1
+        elif parts[-1].partition(".")[0].lower() in _DESCRIPTIONS:
+            left_out[parts[-1]] += 1
+        elif can_read(path):
+            paths.append(path)
+        else:
+            left_out[_suffix(parts[-1])] += 1
+    return paths, left_out
+
+
+def _suffix(name: str) -> str:
+    """Returns a file's suffix, with the one before it if the file is compressed."""
+    _, *parts = name.lower().split(".")
+    return f".{'.'.join(parts[-2:] if is_compressed(name) else parts[-1:])}" if parts else "others"
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -165,13 +197,20 @@ def _is_local(fs: Any) -> bool:
     return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
-def _nothing_there(pattern: str) -> str:
+def _nothing_there(pattern: str, num_folders: int) -> str:
+    if num_folders:
+        return f"input {pattern!r} matches {num_folders} folders and no file: write {pattern}/**"
     if any(character in pattern for character in "*?["):
         return (
             f"input {pattern!r} matches no file: check the folder and the suffix (and quote the glob "
             "in a shell)"
         )
-    return (
-        f"input {pattern!r} does not exist: check the name, or give input=embedded for the built-in "
-        "corpus"
-    )
+    if pattern == OWN_TEXTS:
+        return f"no text is named, and there is no folder {pattern}/: {_HOW_TO_NAME_TEXT}"
+    return f"input {pattern!r} does not exist: check the name, or {_HOW_TO_NAME_TEXT}"
+
+
+_HOW_TO_NAME_TEXT = (
+    "name your text with prepare.input=FILES (`moebius prepare --input`), or data that `moebius "
+    "prepare` has made with data.directory=FOLDER; prepare.input=embedded is Python's documentation"
+)

@@ -2,7 +2,7 @@
 
 A split is a file, or a part of a large one: a byte range (.txt, .jsonl), row groups (.parquet) or
 record batches (.arrow). A compressed file or an Arrow stream is one split, because it has no entry
-points. A folder stands for its readable files. The embedded corpus and functions define their own
+points. A folder stands for its readable files; the others are counted. The embedded corpus and functions define their own
 splits. A new format needs a module beside this one and a line in the table.
 """
 
@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...own_parts import PYTHON
+from ...own_parts import PYTHON, some_of
 from ..errors import InputError
 from ..prepare_config import PrepareConfig, SourceConfig
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
+from .compression import PACKED
 from .documents import Document, InputSplit, Role, SplitRange, byte_ranges
 from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
 from .files import find_files
@@ -35,19 +36,26 @@ class Format:
     has_fields: bool = True
 
 
+_OF_LINES = {".txt": (read_text, False), ".jsonl": (read_json_lines, True)}
 FILE_FORMATS = {
-    ".txt": Format(byte_ranges, read_text, has_fields=False),
-    ".txt.gz": Format(whole_file, read_text, has_fields=False),
-    ".txt.zst": Format(whole_file, read_text, has_fields=False),
-    ".jsonl": Format(byte_ranges, read_json_lines),
-    ".jsonl.gz": Format(whole_file, read_json_lines),
-    ".jsonl.zst": Format(whole_file, read_json_lines),
+    f"{kind}{packed}": Format(whole_file if packed else byte_ranges, read, has_fields=has_fields)
+    for kind, (read, has_fields) in _OF_LINES.items()
+    for packed in ("", *PACKED)
+} | {
     ".parquet": Format(row_group_ranges, read_parquet),
     ".arrow": Format(record_batch_ranges, read_arrow),
 }
-"""Formats by the suffix of a file's name."""
+"""Formats by the kind of a file, the suffix that its name would usually have."""
 
-SUFFIXES = tuple(FILE_FORMATS)
+_SUFFIXES = {
+    ".txt": (".txt", ".text", ".md", ".markdown", ".rst"),
+    ".jsonl": (".jsonl", ".ndjson", ".json"),
+    ".parquet": (".parquet", ".pq"),
+    ".arrow": (".arrow", ".feather"),
+}
+READABLE = (
+    f"{', '.join(one for many in _SUFFIXES.values() for one in many)} (also {', '.join(PACKED)})"
+)
 
 _FORMATS = FILE_FORMATS | {
     EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
@@ -55,10 +63,23 @@ _FORMATS = FILE_FORMATS | {
 }
 
 
-def plan_splits(config: PrepareConfig) -> tuple[InputSplit, ...]:
+def kind_of(url: str, forced: str = "") -> str | None:
+    """Returns the format of a file by its name, in any case, or the forced one; None if unknown."""
+    name = (url.partition("?")[0] if "://" in url else url).lower()
+    packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
+    plain = name.removesuffix(packed)
+    kinds = (kind for kind, suffixes in _SUFFIXES.items() if plain.endswith(suffixes))
+    kind = f".{forced}" if forced else next(kinds, "")
+    return kind + packed if kind + packed in FILE_FORMATS else None
+
+
+def plan_splits(
+    config: PrepareConfig, tell: Callable[[str], None] = lambda news: None
+) -> tuple[InputSplit, ...]:
     """Lists all input splits, source after source.
 
-    Validation comes first in each source, so that text in both is not trained on.
+    Validation comes first in each source, so that text in both is not trained on. `tell` is called
+    with what a folder or glob holds and is not read.
 
     Raises:
         InputError: some input does not exist.
@@ -67,7 +88,7 @@ def plan_splits(config: PrepareConfig) -> tuple[InputSplit, ...]:
         split
         for source in config.all_sources
         for patterns, role in _sides(source)
-        for split in _plan(source, patterns, role, config.split_bytes)
+        for split in _plan(source, patterns, role, config.split_bytes, tell)
     )
 
 
@@ -77,11 +98,15 @@ def _sides(source: SourceConfig) -> Iterator[tuple[Sequence[str], Role]]:
 
 
 def _plan(
-    source: SourceConfig, patterns: Sequence[str], role: Role, split_bytes: int
+    source: SourceConfig,
+    patterns: Sequence[str],
+    role: Role,
+    split_bytes: int,
+    tell: Callable[[str], None],
 ) -> Iterator[InputSplit]:
     seen: set[str] = set()
     for pattern in patterns:
-        for url, kind, size in _expand(pattern):
+        for url, kind, size in _expand(pattern, source.format, tell):
             if url in seen:
                 continue
             seen.add(url)
@@ -91,18 +116,28 @@ def _plan(
                 yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes)
 
 
-def _expand(pattern: str) -> Iterator[tuple[str, str, int]]:
+def _expand(
+    pattern: str, forced: str, tell: Callable[[str], None]
+) -> Iterator[tuple[str, str, int]]:
     """Yields (url, kind, size) of all input that one name stands for."""
     other = PYTHON if pattern.startswith(PYTHON) else pattern
     if (form := _FORMATS.get(other)) is not None and form.size is not None:
         yield pattern, other, form.size(pattern)
         return
-    for url, size in find_files(pattern, SUFFIXES):
-        kind = next((suffix for suffix in SUFFIXES if url.endswith(suffix)), None)
+    advice = f"readable are {READABLE}; prepare.format={forced or 'jsonl'} reads others as that"
+    found, left_out = find_files(pattern, lambda url: kind_of(url, forced) is not None)
+    words = some_of(f"{count:,} {what}" for what, count in left_out.most_common())
+    if not found:
+        raise InputError(
+            f"input {pattern!r} is a folder without readable files: {words} ({advice})"
+        )
+    if left_out:
+        total = left_out.total() + len(found)
+        tell(f"input {pattern!r}: {left_out.total():,} of {total:,} left out: {words} ({advice})")
+    for url, size in found:
+        kind = kind_of(url, forced)
         if kind is None:
-            raise InputError(
-                f"input {url!r} has an unknown suffix: give one of {', '.join(SUFFIXES)}"
-            )
+            raise InputError(f"input {url!r} has an unknown suffix: {advice}")
         yield url, kind, size
 
 
@@ -111,8 +146,8 @@ def _check_fields(source: SourceConfig, url: str) -> None:
     asked = {"prompt_field": source.prompt_field, "id_field": source.id_field}
     if wanted := [f"{key}={name!r}" for key, name in asked.items() if name]:
         raise InputError(
-            f"{url} has no fields, but source {source.name!r} sets {' and '.join(wanted)}: convert it "
-            "to .jsonl, .parquet or .arrow, or make it a source of its own"
+            f"{url} has no fields, but source {source.name!r} sets {' and '.join(wanted)}: name only "
+            "files with fields, such as DIR/*.jsonl, or make it a source of its own"
         )
 
 
@@ -120,17 +155,18 @@ def read_documents(
     split: InputSplit,
     source: SourceConfig,
     *,
-    encoding_faults: Literal["error", "drop"] = "error",
+    encoding_faults: Literal["error", "drop"] | int = "error",
 ) -> Iterator[Document]:
     """Reads the documents of one split, in order.
 
     Args:
         split: the split.
         source: names the fields of its records.
-        encoding_faults: "error" raises on invalid Unicode; "drop" yields a document with a `fault`.
+        encoding_faults: "error" raises on invalid Unicode and lines that are not JSON; otherwise they
+            are documents with a `fault`.
 
     Raises:
         InputError: something cannot be read; the message names its place.
     """
-    rules = RecordRules(source, drop_faults=encoding_faults == "drop")
+    rules = RecordRules(source, drop_faults=encoding_faults != "error")
     return _FORMATS[split.kind].read(split, rules)

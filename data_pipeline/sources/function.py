@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...own_parts import PYTHON, named_function
+from ...own_parts import PYTHON, named_function, some_of
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of
@@ -100,7 +100,7 @@ def _records(split: InputSplit) -> Iterator[Any]:
 def _check_has_no_fields(rules: RecordRules, where: str) -> None:
     fields = rules.fields
     if fields.prompt_field or fields.id_field:
-        wanted = ", ".join(map(repr, rules.names))
+        wanted = some_of(map(repr, rules.names))
         raise InputError(f"{where}: a string, but the source needs a dict with the fields {wanted}")
 
 

@@ -9,7 +9,7 @@ from ..errors import InputError
 from .compression import chunks, is_compressed, text_bytes, unpacked_chunks
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
-from .records import NOT_UTF8, RecordRules, document_of, shown
+from .records import NOT_JSON, NOT_UTF8, SHOWN_CHARS, RecordRules, document_of, shown
 
 MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
 """Longer lines are an error, because a few kB of .zst could otherwise take all memory. The limit
@@ -32,8 +32,8 @@ def whole_file(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
 def split_lines(split: InputSplit) -> Iterator[Line]:
     """Yields the lines that begin in a split."""
     with opened(split.url, split.size) as file:
-        if is_compressed(split.url):
-            yield from _placed(lines(unpacked_chunks(file, split.url), split))
+        if is_compressed(split.kind):
+            yield from _placed(lines(unpacked_chunks(file, split.url, split.kind), split))
             return
         offset, found = split.start, lines(chunks(file), split)
         if offset:  # a line that reaches into this split belongs to the previous one
@@ -72,7 +72,7 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
 
 
 def _too_long(split: InputSplit) -> InputError:
-    beyond = "unpacked " if is_compressed(split.url) else ""
+    beyond = "unpacked " if is_compressed(split.kind) else ""
     return InputError(
         f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the limit of "
         "data_pipeline/sources/lines.py: break the file into lines, or leave it out"
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 def where(split: InputSplit, line: Line, byte: int = 0) -> str:
     """Returns file, byte and line number of a byte in a line, for messages."""
-    unpacked = " (unpacked)" if is_compressed(split.url) else ""
+    unpacked = " (unpacked)" if is_compressed(split.kind) else ""
     number = f", line {line.number}" if line.number else ""
     return f"{split.url}, byte {line.offset + byte}{unpacked}{number}"
 
@@ -112,7 +112,7 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
             f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > "
             "NEW; or drop such documents with prepare.encoding_faults=drop"
         ) from error
-    return (text.removeprefix("\ufeff") if line.offset == 0 else text), ""
+    return text.removeprefix("\ufeff"), ""  # a byte order mark, also of files that were joined
 
 
 def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
@@ -120,14 +120,19 @@ def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]
     row = 0
     for line in split_lines(split):
         text, fault = decoded(split, line, drop_faults=rules.drop_faults)
+        if not fault and (not text or text.isspace()):
+            continue
+        record, place = {}, Place(split, line)
+        try:
+            record = {} if fault else _object(text, place)
+        except InputError:
+            if not rules.drop_faults:
+                raise
+            text, fault = text[:SHOWN_CHARS], NOT_JSON
         if fault:
             yield Document(text, split.file_name, row, fault=fault)
-        elif text and not text.isspace():
-            place = Place(split, line)
-            record = _object(text, place)
-            yield document_of(record, row, rules, where=place, file_name=split.file_name)
         else:
-            continue
+            yield document_of(record, row, rules, where=place, file_name=split.file_name)
         row += 1
 
 
@@ -137,7 +142,7 @@ def json_records(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         InputError: the file or a line cannot be read; the message names its place.
     """
-    whole = InputSplit("", url, "", 0, 0, 0, "both", 0)
+    whole = InputSplit("", url, url, 0, 0, 0, "both", 0)
     with opened(url) as file:
         pieces = unpacked_chunks(file, url) if is_compressed(url) else chunks(file)
         for line in _placed(lines(pieces, whole)):
@@ -150,15 +155,17 @@ def _object(text: str | bytes, place: object) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{place}: not valid JSON ({error}); each line must be one JSON object"
-        ) from error
+        raise InputError(f"{place}: not valid JSON ({error}); {_OBJECTS}") from error
     if not isinstance(record, dict):
-        raise InputError(
-            f"{place}: a JSON {type(record).__name__}; each line must be one JSON object"
-        )
+        raise InputError(f"{place}: a JSON {type(record).__name__}; {_OBJECTS}")
     return record
 
+
+_OBJECTS = (
+    "each line must be one JSON object: repair the line, drop such lines with "
+    "prepare.encoding_faults=drop (or 100, for at most so many), or make lines of a list with "
+    "jq -c '.[]' FILE"
+)
 
 _DOCUMENT_CHARS = 8000
 _DOCUMENT_MAX_CHARS = 4 * _DOCUMENT_CHARS

@@ -3,11 +3,13 @@
 JSON lines, columns and functions yield records, with the same checks and messages for all of them.
 """
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...own_parts import some_of
 from ..errors import InputError
-from ..prepare_config import MAX_LABEL_BYTES, SourceConfig
+from ..prepare_config import DEFAULT_SOURCE, MAX_LABEL_BYTES, SourceConfig
 from .documents import Document
 
 NOT_UTF8 = "not UTF-8"
@@ -16,15 +18,22 @@ NOT_UTF8 = "not UTF-8"
 LONE_SURROGATE = "not Unicode (lone surrogates)"
 """The reason for dropping a document with half a character, which JSON can spell and UTF-8 cannot."""
 
+NOT_JSON = "not JSON"
+"""The reason for dropping a line that is no JSON object."""
+
+FAULTS = (NOT_UTF8, LONE_SURROGATE, NOT_JSON)
+
 ORIGIN_FIELD = "source"
 """The field of a record's origin; records without it get the file's name."""
 
-_SHOWN_CHARS = 1000  # of a dropped document
+SHOWN_CHARS = 1000  # of a dropped document
+# names of the field that holds the text in published corpora, the likeliest first
+_USUAL_NAMES = ("text", "content", "contents", "raw_content", "body", "document", "passage", "code")
 
 
 @dataclass(frozen=True)
 class RecordRules:
-    """Names the fields of a record, and whether to drop invalid Unicode."""
+    """Names the fields of a record, and whether to drop what is not Unicode or JSON."""
 
     fields: SourceConfig
     drop_faults: bool = False
@@ -46,6 +55,21 @@ class RecordRules:
             fields.id_field: "id_field",
         }
         return settings[name]
+
+    def advice(
+        self, name: str, there: Collection[str], texts: Sequence[str], noun: str = "fields"
+    ) -> str:
+        """Returns the fields that there are, and the whole key to type in place of `name`.
+
+        `texts` are those that hold text, the likeliest first.
+        """
+        setting = self.setting_of(name)
+        usual = [*(one for one in _USUAL_NAMES if one in texts), *texts]
+        meant = usual[0] if usual and setting == "text_field" else "FIELD"
+        typed = shlex.quote(f"prepare.{setting}={meant}")
+        if self.fields.name != DEFAULT_SOURCE:
+            typed = f'{setting} = "{meant}" in the source {self.fields.name!r} of prepare.sources'
+        return f"its {noun} are {some_of(map(repr, there), near=repr(name))}; write {typed}"
 
 
 def document_of(
@@ -91,13 +115,13 @@ def checked(document: Document, rules: RecordRules, *, where: object) -> Documen
             f"{where}: not Unicode (half a surrogate pair, \\u{ord(broken[place]):x}, at character "
             f"{place}): repair the record, or drop such documents with prepare.encoding_faults=drop"
         )
-    beginning = document.whole[:_SHOWN_CHARS].encode(errors="backslashreplace").decode()
+    beginning = document.whole[:SHOWN_CHARS].encode(errors="backslashreplace").decode()
     return Document(beginning, "", document.row, fault=LONE_SURROGATE)
 
 
 def shown(data: bytes) -> str:
     """Returns the beginning of invalid UTF-8, with its faulty bytes escaped."""
-    return data[:_SHOWN_CHARS].decode("utf-8", errors="backslashreplace")
+    return data[:SHOWN_CHARS].decode("utf-8", errors="backslashreplace")
 
 
 def _is_unicode(text: str) -> bool:
@@ -112,8 +136,8 @@ def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: ob
     value = _value(record, name, rules, where)
     if not isinstance(value, str):
         raise InputError(
-            f"{where}: field {name!r} holds a {type(value).__name__}, not text: set "
-            f"{rules.setting_of(name)}"
+            f"{where}: field {name!r} holds a {type(value).__name__}, not text; "
+            f"{_advice(record, name, rules)}"
         )
     return value
 
@@ -124,22 +148,23 @@ def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, wher
         given = "an empty text" if value == "" else f"a {type(value).__name__}"
         raise InputError(
             f"{where}: field {name!r} holds {given}, not an id (a text or a whole number): give every "
-            "record an id, or set id_field to another field or to nothing"
+            "record an id, or set prepare.id_field to another field or to nothing"
         )
     found = str(value)
     if len(found.encode(errors="backslashreplace")) > MAX_LABEL_BYTES:  # a shard would keep it cut
         raise InputError(
             f"{where}: field {name!r} is longer than {MAX_LABEL_BYTES} bytes ({found[:40]!r}…), the "
-            "limit of an id: set id_field to another field"
+            "limit of an id: set prepare.id_field to another field"
         )
     return found
 
 
 def _value(record: Mapping[str, object], name: str, rules: RecordRules, where: object) -> object:
     if name not in record:
-        fields = ", ".join(map(repr, record)) or "none"
-        raise InputError(
-            f"{where}: no field {name!r}; its fields are {fields}: set {rules.setting_of(name)} to "
-            "one of them"
-        )
+        raise InputError(f"{where}: no field {name!r}; {_advice(record, name, rules)}")
     return record[name]
+
+
+def _advice(record: Mapping[str, object], name: str, rules: RecordRules) -> str:
+    sizes = {key: len(value) for key, value in record.items() if isinstance(value, str)}
+    return rules.advice(name, record, sorted(sizes, key=sizes.__getitem__, reverse=True))

@@ -131,7 +131,7 @@ def fast_encoder(text_json: str) -> FastEncoder:
 
 def _pattern(described: dict[str, Any]) -> str:
     """Returns tiktoken's regular expression for a tokenizer.json's splitting into words."""
-    if described.get("normalizer") is not None:
+    if _changes_text(described.get("normalizer")):
         raise UnsuitableError("it normalises text")
     if texts := [one["content"] for one in described["added_tokens"] if not one["special"]]:
         raise UnsuitableError(f"it searches the text for added tokens such as {texts[0]!r}")
@@ -152,6 +152,13 @@ def _pattern(described: dict[str, Any]) -> str:
         if expression in _KNOWN_SPLITS and split["behavior"] == "Isolated" and not split["invert"]:
             return _KNOWN_SPLITS[expression]
     raise UnsuitableError("it splits text in a way that has no equal in tiktoken")
+
+
+def _changes_text(normalizer: dict[str, Any] | None) -> bool:
+    """Returns whether a normaliser does anything; an empty sequence does not."""
+    if normalizer and normalizer["type"] == "Sequence":
+        return any(map(_changes_text, normalizer["normalizers"]))
+    return normalizer is not None
 
 
 def boundaries_of(described: dict[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """Opens existing tokenizers: a file, a folder, a Hugging Face repository, or a function's words.
 
     tok/tokenizer.json          any tokenizer of the `tokenizers` library
-    tok/spm.model               a SentencePiece model
+    tok/spm.model               a SentencePiece model, whatever its name
     tok                         a folder with tokenizer.json or tokenizer.model
     hf://owner/name             a repository; hf://owner/name@revision pins a commit, tag or branch
     python:package.module:function?name=value
@@ -11,6 +11,8 @@ The caller, the `eos_token` of a tokenizer_config.json beside the tokenizer, or 
 names the token that ends a document (`tokenizer.tokenizer_of_files`). No text may spell it.
 """
 
+import os
+import re
 from collections.abc import Iterable
 
 import tokenizers
@@ -23,6 +25,10 @@ from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE,
 from .tokenizer import tokenizer_of_files
 
 _SHOWN = 60  # characters of a wrong word
+_HEAD_BYTES = 4096
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")  # a token in base64, its rank
+# in a folder; the last ones are SentencePiece models of T5 and XLM-R
+_USUAL_FILES = (TOKENIZER_FILE, MODEL_FILE, "spiece.model", "sentencepiece.bpe.model")
 
 
 def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
@@ -44,11 +50,10 @@ def _files_of(name: str) -> dict[str, bytes]:
     """Reads a tokenizer's files, by their names in a prepared folder."""
     if name.startswith(PYTHON):
         return word_files(name)
-    is_file = name.endswith((".json", ".model"))
+    is_file = name.endswith((".json", ".model")) or os.path.isfile(name)
     folder = name[: name.rfind("/") + 1] if is_file else f"{name.rstrip('/')}/"
-    for url in [name] if is_file else [folder + TOKENIZER_FILE, folder + MODEL_FILE]:
-        if (content := content_of(url)) is not None:
-            kind = TOKENIZER_FILE if url.endswith(".json") else MODEL_FILE
+    for url in [name] if is_file else [folder + file for file in _USUAL_FILES]:
+        if (content := content_of(url)) is not None and (kind := _kind_of(content, url)):
             config = content_of(folder + CONFIG_FILE)
             return {kind: content} | ({} if config is None else {CONFIG_FILE: config})
     raise InputError(
@@ -56,6 +61,25 @@ def _files_of(name: str) -> dict[str, bytes]:
         f"{MODEL_FILE}: check the name, and your access (HF_TOKEN) to a hub repository, which is "
         "hf://owner/name"
     )
+
+
+def _kind_of(content: bytes, url: str) -> str:
+    """Returns the name that a tokenizer's file has in a prepared folder, by its content, or "".
+
+    Raises:
+        InputError: it is a vocabulary of tiktoken or tekken.
+    """
+    head = content[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()
+    is_json = head.startswith(b"{")
+    if _TIKTOKEN.match(head) or (is_json and b'"token_bytes"' in head):
+        raise InputError(
+            f"tokenizer {url!r} is a vocabulary of tiktoken or tekken, which does not say all of how "
+            "text is split: give the tokenizer.json that the model's repository on the hub has beside it"
+        )
+    if is_json or url.endswith(".json"):
+        return TOKENIZER_FILE
+    is_model = content.startswith(b"\n") or url.endswith(".model")  # a list of pieces comes first
+    return MODEL_FILE if is_model else ""
 
 
 def word_files(name: str) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from ...own_parts import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
 from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder
@@ -114,13 +115,13 @@ class HuggingFaceTokenizer(Tokenizer):
         if index is None:
             raise ValueError(
                 f"the tokenizer has no token {end!r} to end a document with; its special tokens "
-                f"are {', '.join(map(repr, special)) or 'none'}: name one of them as "
+                f"are {some_of(map(repr, special), repr(end))}: name one of them as "
                 "end_of_document"
             )
         if end not in special or self._spells(end, index):
             raise ValueError(
                 f"the tokenizer's {end!r} is not a special token, so text that spells it would end a "
-                f"document: its special tokens are {', '.join(map(repr, special)) or 'none'}"
+                f"document: its special tokens are {some_of(map(repr, special), repr(end))}"
             )
         return index
 

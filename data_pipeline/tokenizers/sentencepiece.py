@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...own_parts import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
 from .interface import CONFIG_FILE, MODEL_FILE, Tokenizer
@@ -72,7 +73,7 @@ class SentencePieceTokenizer(Tokenizer):
         asked = f"control symbol {name!r}" if name else "end of sentence"
         raise ValueError(
             f"the SentencePiece model has no {asked} to end a document with; its control symbols "
-            f"are {', '.join(map(repr, controls)) or 'none'}: name one of them as end_of_document"
+            f"are {some_of(map(repr, controls), repr(name))}: name one of them as end_of_document"
         )
 
 

@@ -36,7 +36,7 @@ def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "")
     end = end_of_document or _eos_token(files.get(CONFIG_FILE, b"{}"))
     if TOKENIZER_FILE not in files:
         return SentencePieceTokenizer(files[MODEL_FILE], end_of_document=end)
-    text = files[TOKENIZER_FILE].decode()
+    text = files[TOKENIZER_FILE].decode("utf-8-sig")
     if _object(text, TOKENIZER_FILE).get("type") == KIND:
         return BytesTokenizer()
     return HuggingFaceTokenizer(text, end_of_document=end or END_OF_DOCUMENT)

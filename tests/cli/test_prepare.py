@@ -91,6 +91,12 @@ def test_an_input_takes_the_place_of_the_files_sources(tmp_path):
         ),
         (["prepare.split_bytes=few"], "prepare.split_bytes"),
         (["train.steps=3"], "write prepare.key=value"),
+        (["--input", "a.jsonl", "train.steps=3"], "only takes the section prepare"),
+        (["--input", "a.jsonl", "text_field=content"], "write the whole key, prepare.text_field="),
+        (["text_field=content", "--input", "a.jsonl"], "write the whole key, prepare.text_field="),
+        (["--input", "a.jsonl", "prepare.txt_field=q"], "did you mean prepare.text_field"),
+        (["corpus.jsonl"], "to prepare text, write --input corpus.jsonl"),
+        (["--input", "corpus.jsnl"], "'corpus.jsnl' does not exist"),
         (["prepare.prompt_field=q"], "belong together"),
         (["data.directory=x"], "write prepare.key=value"),
         (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
@@ -105,6 +111,43 @@ def test_what_cannot_be_is_said(words, message, capfd):
         main(["prepare", "--output", "shards", *words])
     assert end.value.code == 2
     assert message in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_file_without_the_section_is_not_the_embedded_corpus(tmp_path):
+    (tmp_path / "data.toml").write_text('[prepair]\ninput = ["a.jsonl"]\n')
+    with pytest.raises(ValueError, match=r"has no section \[prepare\]; its sections are prepair"):
+        _config("--config", str(tmp_path / "data.toml"))
+
+
+def test_the_first_three_tries_of_a_newcomer(tmp_path, monkeypatch, capfd):
+    """The third one prepares, into the folder of the two before."""
+    monkeypatch.chdir(tmp_path)
+    records = [{"id": str(n), "content": f"the text number {n}, long enough"} for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    words = ["prepare", "--input", "a.jsonl", "--output", "shards", "--tokenizer", "bytes"]
+    said = []
+    for more in ([], ["text_field=content"], ["prepare.text_field=content"]):
+        with pytest.raises(SystemExit) as end:
+            main([*words, *more])
+        said.append((end.value.code, " ".join("".join(capfd.readouterr()).split())))
+    assert [code for code, _ in said] == [2, 2, 0]
+    assert "write prepare.text_field=content" in said[0][1]
+    assert "write the whole key, prepare.text_field=content" in said[1][1]
+    assert "had sealed nothing and is started over" in said[2][1]
+    assert len(list(documents_of(tmp_path / "shards"))) == 8, "one is held out"
+
+
+def test_a_default_text_is_said_and_what_is_left_out(tmp_path, capsys):
+    (tmp_path / "web").mkdir()
+    for name in ("a.txt", "b.csv", "c.CSV", "d.pdf", ".e"):
+        (tmp_path / "web" / name).write_text("some words of a text\n\n" * 3)
+    for number, words in enumerate((["--input", str(tmp_path / "web")], [])):
+        output = ["--output", str(tmp_path / str(number)), "--tokenizer", "bytes"]
+        with pytest.raises(SystemExit):
+            main(["prepare", *words, *output])
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("Python's own documentation" in said) == (not words)
+        assert ("4 of 5 left out: 2 .csv, 1 hidden, 1 .pdf (readable are .txt," in said) == bool(words)
 
 
 def test_a_file_of_several_sources_is_prepared(tmp_path, monkeypatch, capsys):

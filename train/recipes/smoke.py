@@ -8,7 +8,7 @@ published.py the papers' sizes.
 from collections.abc import Callable
 
 from ...data_pipeline.data_config import DataConfig
-from ...data_pipeline.prepare_config import PrepareConfig
+from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...distributed.layout import MeshConfig
 from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.feed_forward_config import ExpertsConfig
@@ -53,7 +53,9 @@ def smoke() -> Config:
 
 
 def own_text() -> Config:
-    """A MoEUT of 7M parameters for some thousand steps on a CPU: give prepare.input your text."""
+    """A MoEUT of 7M parameters for some thousand steps on a CPU, on the folder texts/ or the text
+    that you name.
+    """
     return Config(
         model=ModelConfig(
             vocab_size=8000,
@@ -64,7 +66,7 @@ def own_text() -> Config:
             feed_forward=ExpertsConfig(num_experts=32, d_expert=128, router=SigmoidConfig(top_k=6)),
         ),
         data=DataConfig(seq_len=256),
-        prepare=PrepareConfig(vocab_size=8000),
+        prepare=PrepareConfig(input=(OWN_TEXTS,), vocab_size=8000),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
         train=TrainConfig(steps=3000, global_batch=8, micro_batch=4, eval_every=250, eval_rows=256),
         checkpoint=CheckpointConfig(every=250, keep_last=2),

@@ -1,8 +1,10 @@
 """The lock of a folder, its recorded plan, and the leftovers of an interrupted run."""
 
 import errno
+import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,12 @@ from moebius.data_pipeline.make.unfinished import (
     write_quarantined,
 )
 from moebius.data_pipeline.make.units import Unit
-from moebius.data_pipeline.manifest import QuarantinedSplit, index_name, shard_name
+from moebius.data_pipeline.manifest import (
+    QuarantinedSplit,
+    index_name,
+    manifest_name,
+    shard_name,
+)
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.documents import InputSplit
 
@@ -93,22 +100,41 @@ def test_a_folder_in_which_another_begins_just_now_is_not_somebody_elses(tmp_pat
         assert (tmp_path / UNFINISHED).is_dir()
 
 
-def test_another_configuration_or_other_input_may_not_go_on(tmp_path):
-    (tmp_path / UNFINISHED).mkdir()
-    begin(CONFIG, tmp_path, [UNIT])
+def _other_plans(folder: Path) -> Iterator[tuple[PrepareConfig, list[Unit], str]]:
+    """Yields what does not continue the plan of CONFIG and UNIT in a folder, and how that is said."""
     other = CONFIG.model_copy(update={"validation_fraction": 0.5})
-    with pytest.raises(PrepareError, match=r"validation_fraction: there .*, asked for 0\.5"):
-        begin(other, tmp_path, [UNIT])
-    with pytest.raises(PrepareError, match="whose input files have changed since"):
-        begin(CONFIG, tmp_path, [UNIT, Unit("text", 4, UNIT.splits)])
-    plan = tmp_path / UNFINISHED / "plan.json"
+    yield other, [UNIT], r"validation_fraction: there .*, asked for 0\.5"
+    yield CONFIG, [UNIT, Unit("text", 4, UNIT.splits)], "whose input files have changed since"
+    plan = folder / UNFINISHED / "plan.json"
     older = read_record(plan)
     assert older is not None
     write_record(plan, older | {"spec_hash": "0"})
-    with pytest.raises(PrepareError, match="another format"):
-        begin(CONFIG, tmp_path, [UNIT])
+    yield CONFIG, [UNIT], "another format"
     plan.write_bytes(plan.read_bytes()[:-9])
-    with pytest.raises(PrepareError, match=r"plan\.json is damaged"):
+    yield CONFIG, [UNIT], "whose plan is damaged"
+
+
+def test_another_configuration_or_other_input_may_not_go_on(tmp_path):
+    (tmp_path / UNFINISHED).mkdir()
+    begin(CONFIG, tmp_path, [UNIT])
+    (tmp_path / manifest_name(0)).write_text("sealed")
+    for config, units, message in _other_plans(tmp_path):
+        with pytest.raises(PrepareError, match=message):
+            begin(config, tmp_path, units)
+
+
+def test_what_has_sealed_nothing_is_started_over(tmp_path):
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / "note.txt").write_text("mine")
+    assert begin(CONFIG, tmp_path, [UNIT]) == ""
+    for config, units, message in _other_plans(tmp_path):
+        for name in ("text.train-00002.tok.arrow", "tokenizer.json", f"{UNFINISHED}/text.scan.npz"):
+            (tmp_path / name).write_text("of the other")
+        (tmp_path / QUARANTINED).mkdir()
+        said = begin(config, tmp_path, units)
+        assert re.search(message + ".*had sealed nothing and is started over", said)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["note.txt", UNFINISHED]
+        assert begin(config, tmp_path, units) == "", "its plan is recorded"
         begin(CONFIG, tmp_path, [UNIT])
 
 

@@ -1,14 +1,17 @@
 """Decompressing takes no more memory than a line may have."""
 
+import bz2
 import gzip
+import lzma
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import zstandard
 from small_corpus import documents_by_split
 
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.sources import lines
+from moebius.data_pipeline.sources import compression, lines
 from moebius.data_pipeline.sources.compression import CHUNK_BYTES, unpacked_chunks
 
 MIB = 2**20
@@ -58,3 +61,70 @@ def test_a_line_of_the_limit_is_read(tmp_path, monkeypatch):
     (split,) = documents_by_split(tmp_path / "a.txt")
     found = "".join(one.text for one in split)
     assert len(found) == 3 * MIB + 7
+
+
+def _unpacked(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return b"".join(unpacked_chunks(file, str(path)))
+
+
+def _zstd(window_log: int, content: bytes = b"a text") -> bytes:
+    """Returns a frame of a stream, which states its window, as `zstd --long` does from a pipe."""
+    options = zstandard.ZstdCompressionParameters(window_log=window_log)
+    stream = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    return stream.compress(content) + stream.flush()
+
+
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_a_long_window_is_read_and_its_memory_said(tmp_path, caplog, window_log):
+    compression._say_once.cache_clear()
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(_zstd(window_log))
+    for _ in range(2):
+        assert _unpacked(path) == b"a text"
+    said = [record.message for record in caplog.records]
+    takes = f"{path}: reading takes {2**window_log >> 20} MiB of memory (zstd --long)"
+    assert said == [takes] * (window_log > 27)
+
+
+def test_padding_after_a_member_is_no_damage(tmp_path):
+    for name, packed in (
+        ("a.gz", gzip.compress(b"one")),
+        ("a.zst", zstandard.compress(b"one")),
+        ("a.xz", lzma.compress(b"one")),
+        ("a.bz2", bz2.compress(b"one")),
+    ):
+        path = tmp_path / name
+        path.write_bytes(packed + bytes(100_000) + packed + bytes(512))
+        assert _unpacked(path) == b"oneone"
+        path.write_bytes(bytes(512))
+        with pytest.raises(InputError, match=r"its name is wrong, or it is damaged"):
+            _unpacked(path)
+
+
+def test_what_is_no_damage_is_said_as_what_it_is(tmp_path):
+    dictionary = zstandard.train_dictionary(2000, [b"hello world %d " % n * 9 for n in range(999)])
+    raw = zstandard.ZstdCompressionDict(
+        b"hello world " * 9, dict_type=zstandard.DICT_TYPE_RAWCONTENT
+    )
+    packed = zstandard.compress(b"a text " * 99)
+    too_wide = bytearray(_zstd(31))
+    too_wide[5] += 8  # the window's exponent, in the frame's second field
+    for content, message in (
+        (
+            zstandard.ZstdCompressor(dict_data=dictionary).compress(b"hello world 3 " * 9),
+            "cannot be unpacked .*needs the dictionary .* zstd -d -D DICTIONARY",
+        ),
+        (
+            zstandard.ZstdCompressor(dict_data=raw).compress(b"hello world " * 9),
+            "damaged; fetch it again .if it is whole, it was compressed with a dictionary",
+        ),
+        (bytes(too_wide), "its window exceeds 2 GiB: compress it again without --long"),
+        (b"plain text", "its name is wrong, or it is damaged: look at it with `file`"),
+        (packed[:9] + b"\xff" + packed[10:], "is not valid zstd .*it is damaged; fetch it again"),
+        (packed + b"rubbish", "is not valid zstd .*it is damaged"),
+    ):
+        path = tmp_path / "a.zst"
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            _unpacked(path)

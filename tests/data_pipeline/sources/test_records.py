@@ -5,6 +5,7 @@ dropped and counted.
 import json
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from small_corpus import documents_by_split
@@ -83,7 +84,9 @@ def test_a_number_that_is_no_whole_one_is_no_id(tmp_path, given):
 def test_a_missing_field_is_named_with_its_setting(path, missing):
     _write(path, [{key: value for key, value in RECORDS[0].items() if key != missing}])
     setting = {"q": "prompt_field", "a": "answer_field", "id": "id_field"}[missing]
-    with pytest.raises(InputError, match=f"no (field|column) '{missing}'.*set {setting}"):
+    with pytest.raises(
+        InputError, match=f"no (field|column) '{missing}'.*write prepare.{setting}=FIELD"
+    ):
         _read(path, **FIELDS)
 
 
@@ -150,3 +153,121 @@ def test_of_plain_text_the_document_around_a_fault_is_dropped(tmp_path):
     assert [one.fault for one in found] == ["", "not UTF-8", ""]
     assert found[1].text == "caf\\xe9\n"
     assert found[0].text == found[2].text == paragraph
+
+
+# ---- text in other types than strings
+
+
+def _column(kind: str, texts: list[str]) -> pa.Array:
+    plain = pa.array(texts, pa.string())
+    if kind == "dictionary":
+        return plain.dictionary_encode()
+    if kind == "dictionary of bytes":
+        return plain.cast(pa.binary()).dictionary_encode()
+    if kind == "runs":
+        return pc.call_function("run_end_encode", [plain])
+    if kind == "json":
+        return pa.ExtensionArray.from_storage(pa.json_(), plain)
+    if kind == "fixed":
+        return pa.array([text.encode() for text in texts], pa.binary(4))
+    return plain.cast({"view": pa.string_view(), "bytes view": pa.binary_view()}.get(kind, kind))
+
+
+KINDS = ["large_string", "view", "binary", "large_binary", "bytes view", "fixed", "dictionary"]
+KINDS += ["dictionary of bytes", "runs", "json"]
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_of_any_type_is_text_prompt_answer_and_id(tmp_path, kind, suffix):
+    texts = ["é b", "é b", "cddd"] * 50
+    table = pa.table({name: _column(kind, texts) for name in ("q", "a", "id", "text")})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "arrow":
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    elif kind != "runs":  # which Parquet has not
+        pq.write_table(table, path)
+    else:
+        return
+    assert [one.text for one in _read(path)] == texts
+    found = _read(path, **FIELDS)
+    assert [(one.prompt, one.text, one.record_id) for one in found] == [(t, t, t) for t in texts]
+
+
+@pytest.mark.parametrize("kind", ["binary", "view", "dictionary", "runs"])
+def test_bytes_that_are_no_text_are_an_error_with_their_place(tmp_path, kind):
+    broken = pa.array([b"fine", b"caf\xe9", b"good"] * 40, pa.binary())
+    if kind == "view":
+        column = broken.cast(pa.binary_view()).view(pa.string_view())
+    elif kind == "dictionary":
+        coded = broken.dictionary_encode()
+        words = coded.dictionary.view(pa.string())
+        column = pa.DictionaryArray.from_arrays(coded.indices, words, safe=False)
+    elif kind == "runs":
+        coded = pc.call_function("run_end_encode", [broken])
+        kind_of_runs = pa.run_end_encoded(pa.int32(), pa.string())
+        children = [coded.run_ends, coded.values.view(pa.string())]
+        column = pa.Array.from_buffers(kind_of_runs, len(coded), [None], children=children)
+    else:
+        column = broken
+    table = pa.table({"text": column})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(InputError, match=r"record 1: column 'text' is not UTF-8 .byte 0xe9"):
+        _read(tmp_path / "a.arrow")
+    found = _read(tmp_path / "a.arrow", encoding_faults="drop")
+    assert [one.fault for one in found[:3]] == ["", "not UTF-8", ""]
+
+
+def test_other_columns_are_refused_with_the_key_to_type(tmp_path):
+    columns: dict = {f"number_{n}": [1] for n in range(5000)}
+    columns |= {"text": [[1]], "content": ["a"], "title": ["b"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"holds list.*write prepare.text_field=content") as caught:
+        _read(tmp_path / "a.parquet")
+    assert "'content', 'text', " in str(caught.value) or "'text', " in str(caught.value)
+    assert "and 4,993 more" in str(caught.value)
+    assert len(str(caught.value)) < 500
+    _write(tmp_path / "a.jsonl", [{f"field {n}": "x" * n for n in range(3000)}])
+    with pytest.raises(InputError, match=r"'prepare.text_field=field 2999'") as caught:
+        _read(tmp_path / "a.jsonl")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("codec"), OSError("thrift"), NotImplementedError("x"), OverflowError("y")]
+)
+@pytest.mark.parametrize("stage", ["plan", "read"])
+def test_whatever_arrow_raises_is_about_the_file(tmp_path, monkeypatch, error, stage):
+    _write(tmp_path / "a.parquet", RECORDS)
+    target = "metadata" if stage == "plan" else "iter_batches"
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pq.ParquetFile, target, property(fails) if stage == "plan" else fails)
+    with pytest.raises(InputError, match=f"a.parquet is not a readable Parquet.*{error.args[0]}"):
+        _read(tmp_path / "a.parquet", text_field="q")
+
+
+# ---- lines that are not JSON
+
+
+def test_lines_that_are_not_json_are_dropped_if_asked(tmp_path):
+    good = b'{"text": "one"}\n'
+    (tmp_path / "a.jsonl").write_bytes(good + b'{"text": "tw\n[1]\n\n"x"\n' + good + b"\xff\n")
+    with pytest.raises(InputError, match=r"line 2: not valid JSON.*prepare.encoding_faults=drop"):
+        _read(tmp_path / "a.jsonl")
+    found = _read(tmp_path / "a.jsonl", encoding_faults=9)
+    faults = [one.fault for one in found]
+    assert faults == ["", "not JSON", "not JSON", "not JSON", "", "not UTF-8"]
+    assert found[1].text == '{"text": "tw\n'
+    assert [one.row for one in found] == list(range(6))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_byte_order_marks_of_joined_files_are_no_text(tmp_path, name):
+    line = b'{"text": "x"}\n' if name == "a.jsonl" else b"x\n"
+    (tmp_path / name).write_bytes((b"\xef\xbb\xbf" + line) * 3)
+    assert "".join(one.text for one in _read(tmp_path / name)).replace("\n", "") == "xxx"

@@ -1,7 +1,9 @@
 """Every kind of input gives its documents, however it is split; bad input is one clear error."""
 
+import bz2
 import gzip
 import json
+import lzma
 
 import fsspec
 import pyarrow as pa
@@ -99,7 +101,7 @@ def test_a_folder_is_the_files_in_it_that_can_be_read(tmp_path):
     assert _read(tmp_path)[0] == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.csv").write_text("")
-    with pytest.raises(InputError, match=r"folder without readable files: none of its 1 files"):
+    with pytest.raises(InputError, match=r"folder without readable files: 1 \.csv \(readable"):
         _read(tmp_path / "other")
 
 
@@ -247,7 +249,7 @@ def _parquet(**columns) -> bytes:
         (
             "a.csv",
             b"a,b",
-            r"a.csv' has an unknown suffix: give one of .txt, .txt.gz, .* .arrow",
+            r"a.csv' has an unknown suffix: readable are .txt, .* .arrow, .*; prepare.format=jsonl",
         ),
     ],
 )
@@ -259,12 +261,13 @@ def test_bad_content_is_named_with_its_place(tmp_path, name, content, message):
 
 def test_nothing_there(tmp_path):
     with pytest.raises(
-        InputError, match=r"no.jsonl' does not exist: check the name, or give input=embedded"
+        InputError,
+        match=r"no.jsonl' does not exist: check the name, or name your text with prepare.input",
     ):
         _read(tmp_path / "no.jsonl")
     with pytest.raises(InputError, match=r"\*.jsonl' matches no file"):
         _read(tmp_path / "*.jsonl")
-    with pytest.raises(InputError, match=r"is a folder without readable files: none of its 0"):
+    with pytest.raises(InputError, match=r"is a folder without readable files: none"):
         _read(tmp_path)
 
 
@@ -322,3 +325,50 @@ def test_a_file_that_changed_since_it_was_planned(tmp_path):
     path.unlink()
     with pytest.raises(InputError, match=r"a.jsonl cannot be read"):
         list(read_documents(split, config.all_sources[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((f"a.{end}", b'{"text": "x"}') for end in ("JSONL", "ndjson", "json")),
+        *((f"a.Jsonl.{end}", zstandard.compress(b'{"text": "x"}')) for end in ("zstd", "ZST")),
+        ("a.json.gz", gzip.compress(b'{"text": "x"}')),
+        ("a.jsonl.bz2", bz2.compress(b'{"text": "x"}')),
+        ("a.txt.xz", lzma.compress(b"x")),
+        *((f"a.{end}", b"x") for end in ("md", "TEXT", "markdown", "rst")),
+        ("a.md.gz", gzip.compress(b"x")),
+        ("a.PARQUET", _parquet(text=["x"])),
+        ("a.pq", _parquet(text=["x"])),
+    ],
+)
+def test_usual_suffixes_are_read_in_any_case(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert _read(tmp_path)[0] == ["x"]
+
+
+def test_what_a_folder_or_glob_holds_and_is_not_read_is_counted(tmp_path):
+    names = ["a.jsonl", "b.csv", "c.tsv.gz", "d.csv", "e", ".f", "sub/g.jsonl", "state.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}')
+    for number in range(20):
+        (tmp_path / f"x.{number}").write_text("")
+    said = []
+    plan_splits(PrepareConfig(input=(str(tmp_path),)), said.append)
+    assert "26 of 28 left out: 2 .csv, 1 hidden" in said[0]
+    assert "and 15 more" in said[0]
+    plan_splits(PrepareConfig(input=(f"{tmp_path}/[as]*",)), said.append)
+    assert "1 of 3 left out: 1 folders" in said[1]
+    (tmp_path / "sub2").mkdir()
+    with pytest.raises(InputError, match=r"matches 2 folders and no file: write .*/sub\*/\*\*"):
+        _read(tmp_path / "sub*")
+
+
+def test_a_format_is_forced(tmp_path):
+    (tmp_path / "part-0").write_bytes(_lines(["x"]))
+    (tmp_path / "part-1.gz").write_bytes(gzip.compress(_lines(["y"])))
+    with pytest.raises(InputError, match=r"1 others.* prepare.format=jsonl reads others as that"):
+        _read(tmp_path)
+    assert _read(tmp_path, format="jsonl")[0] == ["x", "y"]
+    assert PrepareConfig().spec_hash != PrepareConfig(format="txt").spec_hash
+    assert "format" not in str(PrepareConfig().spec), "folders made before it remain valid"

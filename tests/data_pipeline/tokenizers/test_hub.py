@@ -127,6 +127,25 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch, name, message):
         open_tokenizer(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.model", b"IQ== 0\nIg== 1\nIw== 2\n"),  # Llama 3
+        ("qwen.tiktoken", b"IQ== 0\r\nIg== 1\r\n"),
+        ("tekken.json", b'{"config": {}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}'),
+    ],
+)
+def test_a_vocabulary_of_tiktoken_is_known_by_its_content(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=r"vocabulary of tiktoken or tekken.*tokenizer.json"):
+        open_tokenizer(str(tmp_path / name))
+
+
+def test_a_file_is_known_by_its_content(tmp_path):
+    (tmp_path / "words").write_bytes(b"\xef\xbb\xbf" + OURS.files[TOKENIZER_FILE])
+    assert open_tokenizer(str(tmp_path / "words")).sha256 == OURS.sha256
+
+
 # ---- the hub
 
 

@@ -8,6 +8,7 @@ import pytest
 from small_corpus import sentencepiece_model
 
 from moebius.data_pipeline.errors import InputError, ShardError
+from moebius.data_pipeline.tokenizers.hub import open_tokenizer
 from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, MODEL_FILE
 from moebius.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
@@ -48,6 +49,21 @@ def test_a_folder_keeps_model_and_end_of_document(tmp_path):
         assert loaded.end_of_document_id == tokenizer.end_of_document_id
     with pytest.raises(ShardError, match=r"tokenizer.model has sha256"):
         load_tokenizer(tmp_path / "doc", sha256=load_tokenizer(tmp_path / "own").sha256)
+
+
+@pytest.mark.parametrize("name", ["spiece.bin", "folder/spiece.model", "folder"])
+def test_a_model_is_known_by_its_content(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    for file in ("spiece.bin", "folder/spiece.model"):
+        (tmp_path / file).write_bytes(MODEL)
+    assert open_tokenizer(str(tmp_path / name)).sha256 == SentencePieceTokenizer(MODEL).sha256
+
+
+def test_many_control_symbols_are_ten_and_a_number():
+    model = _model(vocab_size=400, control_symbols=[f"<{n}>" for n in range(60)])
+    with pytest.raises(ValueError, match=r"'<7>'.* and 5\d more: name one") as caught:
+        SentencePieceTokenizer(model, end_of_document="<7")
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("name", ["<mine>", "<unk>", "the", "nothing"])

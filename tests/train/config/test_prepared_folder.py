@@ -1,15 +1,17 @@
 """A run takes its preparation settings from a prepared folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from meddling import NothingToRun
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.errors import PrepareError
+from moebius.data_pipeline.errors import InputError, PrepareError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import manifest_name, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.data_pipeline.sources.formats import plan_splits
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
@@ -102,5 +104,60 @@ def test_a_damaged_folder_is_one_clear_error() -> None:
         resolved()
 
 
-def test_a_folder_that_is_not_there_yet_says_nothing() -> None:
-    assert resolved().prepare == RECIPES["own_text"]().prepare
+def _file_in_the_way() -> None:
+    Path("shards").write_text("some text")
+
+
+def _folder_of_text() -> None:
+    Path("shards").mkdir()
+    Path("shards/a.txt").write_text("some text")
+
+
+def _mistyped() -> None:
+    prepare(PrepareConfig(input=("texts",), tokenizer="bytes"), "shard")
+
+
+def _begun() -> None:
+    Path("shards/unfinished").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: None, "does not exist: name a folder"),
+        (_mistyped, r"does not exist \(prepared there: shard\): name a folder"),
+        (lambda: Path("shards").mkdir(), "is empty"),
+        (_folder_of_text, "holds 'a.txt' and no prepared data"),
+        (_file_in_the_way, "is a file, not a prepared folder.*write prepare.input=shards"),
+        (_begun, "has no finished data yet"),
+    ],
+)
+@pytest.mark.parametrize("name", ["own_text", "smoke", "given.toml", "saved.toml"])
+def test_a_folder_without_data_never_becomes_other_text(
+    name: str, make: Callable[[], object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "given.toml").write_text('recipe = "own_text"\n[data]\nseed = 1\n')
+    (tmp_path / "saved.toml").write_text('recipe = "smoke"\n[prepare]\ninput = ["embedded"]\n')
+    make()
+    with pytest.raises(ConfigError, match=f"data.directory='shards' {message}"):
+        resolved(name=name)
+    if not Path("shards").is_file():
+        assert resolved("prepare.input=texts", name=name).prepare.input == ("texts",)
+        assert resolved("prepare.input=embedded", name=name).prepare.input == ("embedded",)
+
+
+def test_a_file_that_names_folder_and_text_means_both(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        '\ufeffrecipe = "own_text"\n[data]\ndirectory = "new"\n[prepare]\ninput = "embedded"\n'
+    )
+    assert resolve("mine.toml", (), RECIPES).prepare.input == ("embedded",)
+
+
+def test_own_text_without_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve("own_text", (), RECIPES)
+    plan_splits(config.prepare)  # the folder texts/
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"no text is named.*prepare.input=FILES.*data.directory="):
+        prepare(config.prepare, "shards")
+    assert not list(Path().iterdir())
