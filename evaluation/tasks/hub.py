@@ -5,7 +5,6 @@ Children's Book Test, for which they follow the set's own card.
 """
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -70,20 +69,9 @@ def _of_cbt(record: Record, configuration: str) -> Record:
 
 
 def _of_hellaswag(record: Record, configuration: str) -> Record:
-    """Words a record as the harness does: activity and both contexts, without marks in brackets."""
-    query = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return {
-        "query": _without_marks(query),
-        "fragment": "",
-        "endings": [_without_marks(ending) for ending in record["endings"]],
-        "label": record["label"],
-    }
-
-
-def _without_marks(text: str) -> str:
-    """Removes WikiHow's marks such as [header]; [title] ends a sentence."""
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    fragment = record["ctx_b"]
+    query = f"{record['activity_label']}: {record['ctx_a']} {fragment}"
+    return {**record, "query": query, "fragment": fragment}
 
 
 def _of_arc(record: Record, configuration: str) -> Record:
@@ -91,7 +79,7 @@ def _of_arc(record: Record, configuration: str) -> Record:
     return {
         "question": record["question"],
         "choices": list(choices["text"]),
-        "label": list(choices["label"]).index(record["answerKey"].strip()),
+        "label": list(choices["label"]).index(record["answerKey"]),
     }
 
 

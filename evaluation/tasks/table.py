@@ -4,6 +4,7 @@ The functions define a record's fields and the item's wording: as in the paper's
 in the harness's task files (0.4.13, names in the docstrings).
 """
 
+import re
 from collections.abc import Callable
 
 from . import hub
@@ -73,15 +74,18 @@ def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], ChoiceQuestio
 
 def _hellaswag(record: Record) -> ChoiceQuestion:
     """Reads hellaswag: "activity: ctx_a Ctx_b"; the file has ctx_b as `fragment`, not capitalized."""
-    query, fragment = text_in(record, "query"), text_in(record, "fragment")
-    if fragment and query.endswith(fragment):
-        query = query[: -len(fragment)] + fragment.capitalize()
+    query, fragment = text_in(record, "query").rstrip(), text_in(record, "fragment").rstrip()
+    if not query.endswith(fragment):
+        raise TaskError(f"field 'query' must end with field 'fragment', {fragment!r}")
+    query = query.removesuffix(fragment) + fragment.capitalize()
     endings = [_hellaswag_text(ending) for ending in texts_in(record, "endings", least=2)]
     return after(_hellaswag_text(query), endings, number_in(record, "label", below=len(endings)))
 
 
 def _hellaswag_text(text: str) -> str:
-    return text.strip().replace(" [title]", ". ").replace("  ", " ")
+    """Removes WikiHow's marks such as [header] in the harness's order; [title] ends a sentence."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def _piqa(record: Record) -> ChoiceQuestion:

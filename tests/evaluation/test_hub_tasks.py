@@ -43,8 +43,9 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
     ],
     "hellaswag": [
         {
-            "query": "Removing ice: How to wait. Sit. The man sits. Then",
-            "endings": [", he waits.", ", he goes.", ", it rains.", ", all end."],
+            "query": "Removing ice: [header] How to wait [title] Sit. [step] The man sits. then",
+            "fragment": "then",
+            "endings": [", he waits.", ", he [substeps] goes.", ", it rains.", ", all end."],
             "label": label,
         }
         for label in ("3", "0")

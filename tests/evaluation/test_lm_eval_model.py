@@ -22,6 +22,7 @@ from small_model import TINY
 from moebius.data_pipeline.tokenizers.interface import END_OF_DOCUMENT
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import Restored, restore
+from moebius.evaluation.tasks.choice import ChoiceTask
 from moebius.evaluation.tasks.table import TASKS
 from moebius.evaluation.zero_shot import measure_tasks
 
@@ -240,6 +241,86 @@ def check_our_tasks(run_dir: Path, theirs: dict[str, Any], data: Path) -> None:
                 assert estimate.value == pytest.approx(expected, rel=1e-5), (result.name, metric)
         if "acc" in result.metrics and result.items > 1 and result.name != "blimp":
             assert result.metrics["acc"].stderr == pytest.approx(found["acc_stderr,none"])
+
+
+ODD_TEXTS = [
+    "[header] How to wait [title] Sit. [step]  Then  wait [substeps] .",
+    "  both ends  ",
+    "[step] marked",
+    "a [b [c] d] e [f",
+    "naïve ﬁne\u00a0\u3000日本語 🙂 e\u0301",
+    "\ttabs\nand lines\n",
+    "ÉCLAIR and İstanbul",
+    "x",
+    "{{ braces }} {% and %} & <tags>",
+]
+
+
+def odd_records(name: str) -> list[dict[str, Any]]:
+    """Records in the published form, with every odd text in every field."""
+    pairs = list(zip(ODD_TEXTS, ODD_TEXTS[1:] + ODD_TEXTS[:1], strict=True))
+    if name == "lambada":
+        return [{"text": f"{one} {other}"} for one, other in pairs if other.rpartition(" ")[2]]
+    if name == "blimp":
+        return [{"sentence_good": one, "sentence_bad": other} for one, other in pairs]
+    if name == "piqa":
+        return [{"goal": a, "sol1": a, "sol2": b, "label": n % 2} for n, (a, b) in enumerate(pairs)]
+    if name.startswith("arc"):
+        choices = {"text": ODD_TEXTS[:4], "label": ["A", "B", "C", "D"]}
+        return [{"question": one, "choices": choices, "answerKey": "C"} for one, _ in pairs]
+    return [
+        {"activity_label": a, "ctx_a": a, "ctx_b": b, "endings": ODD_TEXTS[:4], "label": "2"}
+        for a, b in (*pairs, *((one, "") for one in ODD_TEXTS))
+    ]
+
+
+def in_hub_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The record as it comes from the hub."""
+    hub = TASKS[name].hub
+    assert hub is not None
+    return dict(hub.convert(record, "adjunct_island"))
+
+
+def in_our_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The record as files in a folder have it: HellaSwag's authors strip both texts."""
+    if name != "hellaswag":
+        return in_hub_form(name, record)
+    query = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b']}"
+    return {**record, "query": query.strip(), "fragment": record["ctx_b"].rstrip()}
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "arc_challenge"])
+@pytest.mark.usefixtures("task_folder")  # keeps the harness offline
+def test_every_item_is_asked_as_the_harness_asks_it(name: str, tmp_path: Path) -> None:
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    path = f"odd_{name}"
+    (tmp_path / f"{path}.records").write_text(
+        "".join(json.dumps(record) + "\n" for record in odd_records(name)), encoding="utf-8"
+    )
+    file = dict(arc_challenge="arc/arc_challenge.yaml", **{k: v for k, (v, _) in PUBLISHED.items()})
+    local = _local_task(path, Path(lm_eval.tasks.__file__).parent / file[name], tmp_path)
+    (tmp_path / f"{path}.yaml").write_text(local, "utf-8")
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    theirs = manager.load_task_or_group(f"own_{path}")[f"own_{path}"]
+    theirs.build_all_requests(rank=0, world_size=1)
+    asked: dict[int, list[tuple[str, str]]] = {}
+    for request in theirs.instances:
+        asked.setdefault(request.doc_id, []).append(request.args)
+    for number, (document, record) in enumerate(
+        zip(theirs.test_docs(), odd_records(name), strict=True)
+    ):
+        for ours in (in_our_form(name, record), in_hub_form(name, record)):
+            if name == "lambada":
+                context, _, word = ours["text"].rpartition(" ")
+                assert [(context, f" {word}")] == asked[number]
+                continue
+            task = TASKS[name]
+            assert isinstance(task, ChoiceTask)
+            found = task.read(ours)
+            assert [(one.context, one.continuation) for one in found.options] == asked[number]
+            assert found.answer == int(theirs.doc_to_target(document))
 
 
 def test_the_same_log_likelihood_of_documents_and_the_same_text(

@@ -87,9 +87,9 @@ def test_blanks_at_the_ends_of_an_answer_count_in_its_length() -> None:
 
 def test_the_tokens_that_hellaswag_asks() -> None:
     record = {
-        "query": "Roof removal: A man sits [title] on a  roof. he",
+        "query": "Roof removal: A man [substeps] sits [title] on a  roof. he",
         "fragment": "he",
-        "endings": ["falls.", " jumps  up."],
+        "endings": ["[step]falls.", " jumps  up."],
         "label": 1,
     }
     question = TASKS["hellaswag"].question(record, Encoder(BytesTokenizer(), 400))
@@ -223,6 +223,11 @@ def test_records_that_are_none(mistake: str) -> None:
     [
         ("lambada", {"text": "word"}, "no last word"),
         ("lambada", {"text": "ends with "}, "no last word"),
+        (
+            "hellaswag",
+            {"query": "Run: he is", "fragment": "he", "endings": ["a.", "b."], "label": 1},
+            "field 'query' must end with field 'fragment', 'he'",
+        ),
         ("blimp", {"sentence_good": "", "sentence_bad": "a", "UID": "u"}, "0 tokens to score"),
         (
             "cbt",
