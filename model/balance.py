@@ -256,6 +256,7 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
         tiny = torch.finfo(p_BHA.dtype).tiny
         return (p_BHA * mean_HA.clamp_min(tiny).log()).sum(-1).mean(-1)
     load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
+    load_BHA = load_BHA.to(p_BHA.dtype)
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
     if form != "load":
         return (p_BHA * BALANCE.get(form)(mean_HA, fraction_BHA)).sum(-1).mean(-1)
@@ -267,7 +268,7 @@ def _mean_over_documents(sums: dict[str, Tensor], form: str, running: RunningSum
 
     A sequence that is all padding gets 0.
     """
-    rows_DB = sums["document_rows"]
+    rows_DB = sums["document_rows"].to(sums["document_probability"].dtype)
     value_D = balance_value(
         {
             "probability": sums["document_probability"],
@@ -278,7 +279,7 @@ def _mean_over_documents(sums: dict[str, Tensor], form: str, running: RunningSum
         "sequence",
         running,
     )
-    return (rows_DB / rows_DB.sum(0).clamp_min(1)).T.to(value_D.dtype) @ value_D
+    return (rows_DB / rows_DB.sum(0).clamp_min(1)).T @ value_D
 
 
 def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) -> Tensor:

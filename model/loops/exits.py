@@ -191,7 +191,9 @@ class Exits:
         if real_BS is not None and self.live is not None:
             real_BS = real_BS[self.live]
         is_gate, threshold = self._rule.kind == "gate", self._rule.threshold
-        stays_B = mean_of_real(measure_BS, real_BS) >= (1 - threshold if is_gate else threshold)
+        # NaN is below nothing: such a sequence makes all loops, and its loss tells of it.
+        measure_B = mean_of_real(measure_BS, real_BS)
+        stays_B = ~(measure_B < (1 - threshold if is_gate else threshold))
         self.live = stays_B.nonzero().squeeze(1) if self.live is None else self.live[stays_B]
         self._gates = [gate_BS[stays_B] for gate_BS in self._gates]
         if self._log_p_BSV is not None:

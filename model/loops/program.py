@@ -125,7 +125,7 @@ class Condition(nn.Module):
         wide = wide_dtype(s_BSD)
         times = [[loop / total, 1 / total] for loop, total in zip(loops, num_loops, strict=True)]
         times_B2 = torch.tensor(times, dtype=wide, device=s_BSD.device).view(-1, 2)
-        frequencies = math.pi * 2.0 ** torch.arange(_FREQUENCIES, device=s_BSD.device)
+        frequencies = math.pi * 2.0 ** torch.arange(_FREQUENCIES, dtype=wide, device=s_BSD.device)
         angles_B2F = times_B2[..., None] * frequencies
         features_B1F = torch.cat((angles_B2F.sin(), angles_B2F.cos()), -1).flatten(1)[:, None]
         shift, *scale = self.place(features_B1F).to(wide).chunk(1 + self.scales, -1)

@@ -4,10 +4,13 @@ their limits.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from family import NAMES, PROGRAMS, program, some_tokens, tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moebius.model.balance import (
     RunningSum,
@@ -17,9 +20,36 @@ from moebius.model.balance import (
     collect_loads,
     report_routing,
 )
+from moebius.model.documents import mark_documents
 from moebius.model.routing import Routing, token_routes
 
 E = 7
+INEXACT = {"div", "pow", "exp", "log", "sin", "cos", "rsqrt", "mm", "bmm", "addmm"}
+
+
+class InFloat32(TorchDispatchMode):
+    """Collects the operations that round to float32; products of counts are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.__name__.partition(".")[0].strip("_")
+        if name in INEXACT and isinstance(result, Tensor) and result.dtype == torch.float32:
+            self.found.add(f"{name} {tuple(result.shape)}")
+        return result
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PROGRAMS])
+def test_a_float64_model_rounds_nothing_to_float32(name: str) -> None:
+    model = program(name) if name in PROGRAMS else tiny_model(name).double()
+    rows, ids = some_tokens(32, 16), torch.arange(16).expand(32, 16) // 5
+    for balance in (False, True) if model.halting is None else (False,):
+        documents = mark_documents(ids, torch.device("cpu"), attention=False, balance=balance)
+        with InFloat32() as mode:
+            model(rows, targets_BS=rows, documents=documents)
+        assert not mode.found
 
 
 def routing(logits_T1E: Tensor, top_k: int = 2) -> Routing:

@@ -119,6 +119,18 @@ def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
         assert_reordered(found, output.logits_BSV[row], bound)
 
 
+@pytest.mark.parametrize("kind", ["kl", "state", "gate"])
+@torch.no_grad()
+def test_a_measure_that_is_not_a_number_ends_no_loops(kind):
+    model, tokens = looped("ouro_moe", GATED).eval(), some_tokens() % 9
+    model.embedding[VOCABULARY - 1], tokens[3, 4] = torch.nan, VOCABULARY - 1
+    model.exit_rule = ExitRule(kind, 1e-9 if kind == "gate" else 1e9)  # others leave at once
+    output = model(tokens)
+    once = 2 if kind == "kl" else 1
+    assert output.auxiliary["loops"].tolist() == [once, once, once, R, once]
+    assert output.logits_BSV[3].isnan().any()
+
+
 def test_a_saturated_gate_never_rounds_the_chance_to_go_on_to_nothing():
     gates = [torch.full((1, 1), value) for value in (200.0, -200.0, 5.0, 9.0)]
     log_p = exit_log_probabilities(gates).flatten()
