@@ -31,7 +31,9 @@ from ..routing import Routes, Routing, token_routes
 class Promises:
     """States what a router guarantees for any weights (tests/model/test_promises.py)."""
 
-    causal: bool  # no output depends on a later position, of any sequence
+    # No output depends on what later positions hold, of any sequence; under a capacity only on their
+    # number.
+    causal: bool
     batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
     dropless: bool  # every row gets the outputs of all requested experts
     balanced: bool  # every expert serves equally many rows, by construction

@@ -102,25 +102,12 @@ def router_of(config: ModelConfig) -> RouterConfig | None:
     return None if config.experts is None else config.experts.router
 
 
-def draws_for_every_row(config: ModelConfig) -> bool:
-    return getattr(router_of(config), "random_second", False) or config.loops.start == "drawn"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        n
-        for n in NAMES
-        if tiny_config(n).promises.causal and not draws_for_every_row(tiny_config(n))
-    ],
-)
+@pytest.mark.parametrize("name", [n for n in NAMES if tiny_config(n).promises.causal])
 def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
     """Unless it has a capacity, which is a share of the rows there are."""
     config = tiny_config(name)
     changes = []
     for model in states(name, common=3.0):
-        if model.training and getattr(router_of(config), "expert_dropout", 0):
-            continue
         whole = run(model, TOKENS).logits_BSV
         changes += [
             difference(
