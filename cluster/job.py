@@ -117,7 +117,7 @@ class Launch:
 
     def rank_command(self) -> list[str]:
         """Returns the command line of one rank on this machine."""
-        return list(self.command) or [sys.executable, "-m", "moebius.train", self.run_dir]
+        return list(self.command) or python_module("moebius.train", self.run_dir)
 
 
 @dataclass(frozen=True)
@@ -465,6 +465,15 @@ class SupervisorNumber:
 def last_supervisor(run_dir: Path) -> int:
     """Returns the number of the last supervisor; 0 before the first, and if the file is damaged."""
     return _whole_number(run_dir / SUPERVISOR) or 0
+
+
+def python_module(name: str, *words: str) -> list[str]:
+    """Returns the command that runs a module with this Python.
+
+    Files of the working folder shadow no module (-P): a `token.py` there would end Python itself. A user's own
+    parts are found there nevertheless, after everything else (own_parts.py).
+    """
+    return [sys.executable, "-P", "-m", name, *words]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -12,7 +12,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from ..job import python_module
 from ..nodes.assignment import Assignment
 from ..nodes.node import Node, versions
 from ..nodes.node_check import NodeCheck
@@ -116,8 +116,8 @@ class Probe(Node):
         scratch.mkdir(mode=0o700)  # its name is random: an existing folder is somebody else's
         self._scratch = scratch
         words = (str(scratch), str(launch.ranks_per_node), backend)
-        command = (sys.executable, "-m", f"{__package__}.exchange", *words)
-        launch = replace(launch, run_dir=str(scratch), command=command)
+        command = python_module(f"{__package__}.exchange", *words)
+        launch = replace(launch, run_dir=str(scratch), command=tuple(command))
         self.start(replace(assignment, launch=launch))
 
     def exchange_result(self) -> str:

@@ -29,6 +29,7 @@ from ...train.config.resize import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import LOG, LogLimits, keep_log
 from ...train.record.redaction import redact
+from ..job import python_module
 from ..report.tracebacks import last_traceback, read_tail, summarise
 from . import processes
 from .assignment import AgentReport, Assignment, RankFailure
@@ -101,11 +102,12 @@ def _run_elastic_agent(
         timeout_s=launch.start_timeout_s,
     )
     _choose_interface(assignment, on_one_machine=meeting.is_on_one_machine)
+    entrypoint, *words = python_module(processes.__name__, str(assignment.log_dir))
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.ranks_per_node,
-        entrypoint=sys.executable,
-        args=("-m", processes.__name__, str(assignment.log_dir), *launch.rank_command()),
+        entrypoint=entrypoint,
+        args=(*words, *launch.rank_command()),
         rdzv_handler=NodeRendezvous(meeting),
         max_restarts=0,
         local_addr=assignment.address,

@@ -10,14 +10,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..job import Launch
+from ..job import Launch, python_module
 from . import processes
 
 KILL_TIMEOUT_S = 10.0  # for the template to kill an agent, before it is killed itself
@@ -136,13 +135,7 @@ class Template:
 
     def _start(self, theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            f"{__package__}.template",
-            str(theirs.fileno()),
-            self._kind,
-        ]
+        command = python_module(f"{__package__}.template", str(theirs.fileno()), self._kind)
         with open(self._log, "ab") as log:
             return subprocess.Popen(
                 command,
@@ -271,7 +264,7 @@ def _popen(
             log.write(f"this agent is no fork of a template: {why}\n".encode())
             log.flush()
         return subprocess.Popen(
-            [sys.executable, "-m", f"{processes.__package__}.agent", str(log_dir)],
+            python_module(f"{processes.__package__}.agent", str(log_dir)),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -18,6 +18,7 @@ from ..job import JobError
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
+_NEUTRAL_FOLDER = "/"  # holds no Python module
 ALLOW_UNAUTHENTICATED = "MOEBIUS_ALLOW_UNAUTHENTICATED"  # --allow-unauthenticated sets it
 # Ray sets these when it connects and never unsets them; `breakpoint()` would still ask Ray's debugger.
 _SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")
@@ -55,13 +56,15 @@ def connected(address: str) -> Iterator[Any]:
 
 def _connect(ray: Any, address: str) -> None:
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,  # ranks log into the run folder, not through Ray
-            logging_level=logging.ERROR,
-            configure_logging=True,
-        )
+        # Ray puts the working folder first on the path of its workers, where it shadows Python's modules
+        with contextlib.chdir(_NEUTRAL_FOLDER):
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,  # ranks log into the run folder, not through Ray
+                logging_level=logging.ERROR,
+                configure_logging=True,
+            )
     except (
         Exception
     ) as error:  # Ray raises half a dozen types here; all mean that it cannot connect

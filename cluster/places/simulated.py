@@ -22,13 +22,12 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..job import JobError
+from ..job import JobError, python_module
 from ..nodes import processes
 from ..report.tracebacks import read_tail
 from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
@@ -155,7 +154,7 @@ def start_host(plan: Plan) -> subprocess.Popen[str]:
     """Starts the host process of a cluster, in this process's environment."""
     with open(Path(plan.directory) / "host.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.host", json.dumps(asdict(plan))],
+            python_module(f"{__package__}.host", json.dumps(asdict(plan))),
             stdin=subprocess.DEVNULL if plan.stays else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from ...data_pipeline.manifest import (
     read_manifest,
 )
 from ...own_parts import FOLDER
-from ..job import Launch
+from ..job import Launch, python_module
 from ..nodes import processes
 from ..report.data_progress import EXIT_FAILED, FAILED, last_record
 from ..report.tracebacks import last_traceback, read_tail, summarise
@@ -121,7 +120,7 @@ class BackgroundData:
 
     def _start(self) -> None:
         (self._run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "moebius.cluster.prepare_data", str(self._run_dir)]
+        command = python_module("moebius.cluster.prepare_data", str(self._run_dir))
         with open(self._run_dir / LOG, "ab") as log:
             self._child = subprocess.Popen(
                 [*command, *self._place],
