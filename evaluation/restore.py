@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.tokenizers.interface import Tokenizer
-from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
+from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout
@@ -45,8 +46,8 @@ def restore(
         loops: the same as a number of repeats; None: as trained.
 
     Raises:
-        ValueError: the run or the checkpoint does not exist, or the model cannot have that many
-            depth steps.
+        ValueError: the run or the checkpoint does not exist, its data's folder was prepared with
+            another tokenizer, or the model cannot have that many depth steps.
     """
     config_file = run_dir / "config.json"
     if not config_file.exists():
@@ -70,6 +71,8 @@ def restore(
     )
     path = find_checkpoint(run_dir, step)
     meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
+    if is_prepared(config.data.directory):
+        check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
     return Restored(model.eval(), config, meta["progress"]["step"])
 

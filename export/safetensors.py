@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.errors import ShardError
+from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.tokenizers.interface import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -28,7 +29,7 @@ from ..data_pipeline.tokenizers.interface import (
     main_file,
 )
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
-from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
+from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..distributed.checkpoint.atomic_directory import (
     atomic_directory,
     refuse_existing,
@@ -338,7 +339,7 @@ def config_of(stored: StoredCheckpoint) -> Config:
 
 
 def _describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
-    tokenizer, words = tokenizer_of(config)
+    tokenizer, words = tokenizer_of(config, stored)
     described = config_values(stored, config, tokenizer, dtype)
     files = {"config.json": json.dumps(described, indent=2) + "\n"}
     return Description({**files, **_tokenizer_files(tokenizer, config)}, words)
@@ -370,8 +371,16 @@ def config_values(
     }
 
 
-def tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
-    """Returns the run's tokenizer, if it has one, and a line about it for the user."""
+def tokenizer_of(
+    config: Config, stored: StoredCheckpoint | None = None
+) -> tuple[Tokenizer | None, str]:
+    """Returns the run's tokenizer, if it has one, and a line about it for the user.
+
+    Raises:
+        ShardError: the data was prepared again with another tokenizer than the checkpoint's.
+    """
+    if stored is not None and is_prepared(config.data.directory):
+        check_meaning(config.data.directory, stored.meta.meta.get("data") or {})
     try:
         tokenizer = prepared_tokenizer(config.data.directory)
     except ShardError as error:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..data_pipeline.errors import PreparationFailedError
 from ..data_pipeline.read.loader import Batch, Loader
+from ..data_pipeline.tokenizers.tokenizer import check_meaning
 from .metrics.run_lines import log_saved
 from .record.heartbeat import Phase
 from .run import Run, save
@@ -65,8 +66,10 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
 
 
 def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
-    """Logs how the data differs from the checkpoint's, and checks that there is enough."""
+    """Logs how the data differs from the checkpoint's; checks its tokenizer and that it lasts."""
     config = run.config
+    if position is not None:
+        check_meaning(config.data.directory, position)
     if position is not None and config.data.override_position and run.process.rank == 0:
         for difference in loader.samples.differences(position):
             logger.warning("data.override_position: continuing on other data: %s", difference)
@@ -84,6 +87,7 @@ def next_batch(run: Run) -> Batch:
             run.
     """
     run.heartbeat.enter(Phase.DATA_WAIT)
+    run.traces.begin(run.progress.step + 1)
     if run.data_is_late:
         _wait_together(run)
     try:

@@ -113,6 +113,26 @@ def _loaded(directory: Path, made: tuple[int, ...]) -> Tokenizer:
     return load_tokenizer(directory)
 
 
+def check_meaning(directory: str | Path, position: Mapping[str, Any]) -> None:
+    """Checks that the ids of a prepared folder mean what they meant to a checkpoint.
+
+    Args:
+        directory: the folder.
+        position: the checkpoint's position in its data (`read/samples.py`); {}: unknown.
+
+    Raises:
+        ShardError: the folder was prepared with another tokenizer.
+    """
+    trained = position.get("spec", {}).get("tokenizer_sha256")
+    now = read_manifest(directory).header.tokenizer.sha256
+    if trained not in (None, now):
+        raise ShardError(
+            f"{directory} was prepared with another tokenizer ({now[:12]}…) than the checkpoint's data "
+            f"({trained[:12]}…), so its ids mean other text to the model: prepare the text with the "
+            "run's tokenizer, prepare.tokenizer=FOLDER of its data, or restore that folder"
+        )
+
+
 def prepared_tokenizer(directory: str | Path) -> Tokenizer:
     """Loads the tokenizer that made the shards of a prepared folder.
 

@@ -61,10 +61,11 @@ def export_to_hf(
         ValueError: transformers could not run this model as trained, its tokenizer cannot be
             converted, or `export` refuses.
     """
-    config = config_of(open_checkpoint(source))
+    opened = open_checkpoint(source)
+    config = config_of(opened)
     check_promises(config.model)  # early, because verifying can take an hour
     tokenizer, words = (
-        tokenizer_of(config) if with_tokenizer else (None, "no tokenizer, as requested")
+        tokenizer_of(config, opened) if with_tokenizer else (None, "no tokenizer, as requested")
     )
     words = words.replace("no tokenizer file", "a tokenizer")
     files: dict[str, str] = {}

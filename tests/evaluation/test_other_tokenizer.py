@@ -1,0 +1,77 @@
+"""A folder of another tokenizer has ids of the same range and other words: nothing reads it as the
+run's own.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from bytes_run import prepare_bytes
+
+from moebius import api
+from moebius.cli.main import main
+from moebius.data_pipeline.errors import ShardError
+from moebius.train.config.run_config import Config
+from moebius.train.loop import train
+
+MESSAGE = "was prepared with another tokenizer"
+
+
+@pytest.fixture
+def run_dir(bytes_run: Path, tmp_path: Path) -> Path:
+    """A finished run of raw bytes, whose data is now that of a BPE with as many ids."""
+    shards = prepare_bytes(tmp_path, tokenizer="bpe")
+    run = Path(shutil.copytree(bytes_run, tmp_path / "run"))
+    values = json.loads((run / "config.json").read_text())
+    values["data"] |= {"directory": str(shards), "override_position": True}
+    values["train"]["steps"] = 4
+    values["prepare"] = values["prepare"] | {"tokenizer": "bpe", "vocab_size": 257}
+    (run / "config.json").write_text(json.dumps(values))
+    return run
+
+
+def test_training_does_not_go_on_even_if_other_data_is_wanted(run_dir: Path) -> None:
+    with pytest.raises(ShardError, match=MESSAGE):
+        train(Config.load(run_dir / "config.json"), run_dir)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "RUN"],
+        ["eval", "RUN", "--stride", "8"],
+        ["eval", "RUN", "--prompt", "the"],
+        ["eval", "RUN", "--score", "the"],
+    ],
+)
+def test_no_command_reads_it(words: list[str], run_dir: Path, capfd) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([str(run_dir) if word == "RUN" else word for word in words])
+    assert end.value.code == 2
+    assert MESSAGE in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_no_export_takes_its_tokenizer(form: str, bytes_run: Path, capfd, tmp_path: Path) -> None:
+    """A checkpoint names its own folder, so here that one is prepared again."""
+    own = Path(Config.load(bytes_run / "config.json").data.directory)
+    kept = Path(shutil.move(own, tmp_path / "kept"))
+    try:
+        prepare_bytes(own.parent, tokenizer="bpe")
+        words = ["ckpt", "export", str(bytes_run), "--format", form, "--out", str(tmp_path / "out")]
+        with pytest.raises(SystemExit) as end:
+            main(words)
+    finally:
+        shutil.rmtree(own)
+        kept.rename(own)
+    assert end.value.code == 2
+    assert MESSAGE in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_python_reads_no_model_with_it(run_dir: Path) -> None:
+    with pytest.raises(ShardError, match=MESSAGE):
+        api.load(run_dir)
+    with pytest.raises(ShardError, match=MESSAGE):
+        api.evaluate(run_dir)
