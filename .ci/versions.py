@@ -8,11 +8,11 @@ are made in build/versions/ and kept; torch's wheel for Linux brings CUDA, so ea
 fails if a lower bound cannot be installed beside the other lower bounds.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,6 +22,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "versions"
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+UV = ["-m", "uv", "pip"]  # pip has no way to ask for the lowest versions
 FRONT_ENDS = "tests/kernels/triton/test_compiles.py"
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 
@@ -50,37 +51,29 @@ def test_tritons() -> None:
 def test_environment(which: str, python_of_venv: str, words: list[str]) -> None:
     """Makes the environment of the oldest or the newest versions, and calls pytest in it."""
     environment = BUILD / f"{which}-{Path(python_of_venv).name}"
-    python, pins = environment / "bin" / "python", environment / "pins.txt"
+    python = environment / "bin" / "python"
     run(python_of_venv, "-m", "venv", environment)
     run(python, *PIP, "install", "uv")
-    compiling = ["pip", "compile", "--quiet", "--python", python, "--extra", "test", "-o", pins]
-    uv = [python, "-m", "uv"]
-    run(*uv, *compiling, "--upgrade", "--resolution", RESOLUTIONS[which], "pyproject.toml")
+    wanted = ["--upgrade", "--resolution", RESOLUTIONS[which], "--editable", ".[test]"]
+    run(python, *UV, "install", "--quiet", "--python", python, *wanted)
     if which == "oldest":
-        check_claims(pins)
-    run(python, *PIP, "install", "--no-deps", "-r", pins)
-    run(python, *PIP, "install", "--no-deps", "--no-build-isolation", "-e", ".")
+        check_claims(python)
     run(python, "-m", "pytest", *words)
 
 
-def check_claims(pins: Path) -> None:
-    """Raises SystemExit unless the pinned versions are the lower bounds of pyproject.toml."""
-    pinned = dict(pins_of(pins))
+def check_claims(python: Path) -> None:
+    """Raises SystemExit unless a Python has the lower bounds of pyproject.toml installed."""
+    listing = [python, *UV, "list", "--format", "json", "--python", python]
+    listed = json.loads(subprocess.check_output(listing, text=True))
+    installed = {each["name"]: each["version"] for each in listed}
     wrong = {
         f"{claim}: the oldest that installs beside the other oldest versions is {found}"
         for claim in claims()
-        if (found := pinned.get(canonicalize_name(claim.name))) and found != lowest(claim)
+        if (found := installed.get(canonicalize_name(claim.name)))
+        and Version(found) != lowest(claim)
     }
     if wrong:
         raise SystemExit("raise these lower bounds of pyproject.toml:\n" + "\n".join(sorted(wrong)))
-
-
-def pins_of(pins: Path) -> Iterator[tuple[str, Version]]:
-    for line in pins.read_text().splitlines():
-        if "==" in line and not line.lstrip().startswith("#"):
-            requirement = Requirement(line)
-            [exact] = requirement.specifier
-            yield canonicalize_name(requirement.name), Version(exact.version)
 
 
 def claims() -> list[Requirement]:

@@ -8,7 +8,7 @@ import torch
 from ..cpu.build import lacking
 
 _AMD = ("gfx942", "gfx950")  # they have tiles (tiles.py)
-INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'
+INSTALL_LINE = 'pip install "triton>=3.6,<3.10"'
 
 
 def reason_against(device_type: str, dtype: torch.dtype) -> str | None:

@@ -51,4 +51,4 @@ def test_without_triton_the_backend_says_how_to_get_it() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert 'pip install "triton>=3.6,<3.9"' in ended.stderr.splitlines()[-1]
+    assert 'pip install "triton>=3.6,<3.10"' in ended.stderr.splitlines()[-1]
