@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...own_parts import some_of
-from ..errors import InputError, PrepareError, ShardError
+from ..errors import DataError, InputError, PrepareError, ShardError
 from ..manifest import (
     UNFINISHED,
     DatasetManifest,
@@ -50,7 +50,7 @@ from .choose import Chooser
 from .commit import Committer
 from .filters import set_up_rules
 from .kept import forget
-from .pools import Failures, OnPoison, SerialPool, TaskPool, account, ended, reason
+from .pools import ATTEMPTS, Failures, OnPoison, SerialPool, TaskPool, account, ended, reason
 from .shuffle import gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
@@ -73,6 +73,7 @@ from .unfinished import (
     claimed,
     clear,
     finished,
+    forget_quarantined,
     in_words_of,
     read_quarantined,
     temporary_files,
@@ -136,6 +137,10 @@ def prepare(
                 work = _Preparation(config, folder, units, pool, show, on_poison)
                 try:
                     work.run()
+                except DataError:
+                    if not is_prepared(folder):  # what is corrected now must count
+                        forget_quarantined(folder)
+                    raise
                 finally:
                     forget(folder)  # the cache of a pool in this process
                 manifest = read_manifest(folder)
@@ -324,9 +329,15 @@ class _Preparation:
             self._shards[index] = result
             self._made(index, num_tokens=sum(shard.num_tokens for shard in result))
 
-    def _sampled(self, index: int, num_bytes: int | None) -> None:
-        if self._vocabulary.take(index, num_bytes):
-            self._ready["train"].append(0)
+    def _sampled(self, index: int, num_bytes: int | None, failure: str = "") -> None:
+        try:
+            if self._vocabulary.take(index, num_bytes):
+                self._ready["train"].append(0)
+        except InputError:
+            if not failure:
+                raise
+            message = f"there is no text to train the tokenizer on, since input failed: {failure}"
+            raise PrepareError(message) from None
 
     def _made(self, index: int, *, num_tokens: int, is_own: bool = True) -> None:
         """Counts a unit that needs no further tokenising."""
@@ -344,7 +355,8 @@ class _Preparation:
             raise ended(self._name(stage, index), stage, error)
         self._failures.check_is_poison(self._name(stage, index), stage, error)
         if stage == "sample":  # scanning it will fail, too, and decides
-            self._sampled(index, None)
+            name = self._name(stage, index)
+            self._sampled(index, None, f"{name} ({reason(error)}, {ATTEMPTS} times)")
         else:
             self._quarantine("scan" if stage == "scan" else "tokenise", index, error)
 
@@ -389,7 +401,7 @@ class _Preparation:
                 if entry is None:
                     self._ready["sample"].append(index)
                 else:
-                    self._sampled(index, None)
+                    self._sampled(index, None, f"{entry.split.input} ({entry.split.error})")
             self._check_source(index)
 
     def _scan_of(self, index: int) -> Scanned | None:
@@ -471,9 +483,7 @@ class _Preparation:
     def _nothing_left(self, source: str) -> PrepareError:
         """Returns the error for a source in quarantine, whose units the next call tries again."""
         lost = [one.split for one in self._quarantined.values() if one.split.source == source]
-        for unit in self._units:
-            if unit.source == source:
-                unfinished_file(self._folder, unit, "quarantined.json").unlink(missing_ok=True)
+        forget_quarantined(self._folder, source)
         return PrepareError(
             f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits are in "
             f"quarantine, for example {lost[0].input} ({lost[0].error}). Correct that, see "

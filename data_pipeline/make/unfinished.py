@@ -276,6 +276,14 @@ def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
     return Quarantined(said["stage"], QuarantinedSplit.model_validate(said["split"]))
 
 
+def forget_quarantined(folder: Path, source: str = "*") -> None:
+    """Forgets which units are left out, so that the next call tries them again; not their accounts."""
+    for path in (folder / UNFINISHED).glob(f"{source}-[0-9]*.json"):
+        # a bucket of nothing was collected from them
+        if path.name.endswith(".quarantined.json") or read_record(path) == []:
+            path.unlink(missing_ok=True)
+
+
 def temporary_files(folder: Path) -> Iterator[Path]:
     """Yields the temporary files that killed preparations left outside `unfinished/`.
 

@@ -299,3 +299,22 @@ def test_input_that_is_not_utf8_is_left_out_on_demand(tmp_path):
     (lost,) = manifest.completion.quarantined
     assert "UTF-8" in lost.error
     _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("stage", ["scan", "tokenise"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_folder_of_which_nothing_is_left_can_be_used_again(tmp_path, tokenizer, stage, shuffle):
+    config = _corpus(tmp_path, "harmless", tokenizer=tokenizer)
+    config = config.model_copy(update={"shuffle_documents": shuffle})
+    with pytest.MonkeyPatch.context() as patch:
+        name = "_judged" if stage == "scan" else "_num_chars"
+        patch.setattr(tasks, name, lambda *_: 1 / 0)
+        for _ in range(2):  # the second call tries everything again
+            with pytest.raises(
+                PrepareError, match=r"5 of its input splits|no text to train.*ZeroDiv"
+            ):
+                prepare(config, tmp_path / "d")
+            assert not list((tmp_path / "d").glob("manifest-*")), "nothing that a reader refuses"
+    assert prepare(config, tmp_path / "d").complete
+    assert not prepare(config, tmp_path / "d").completion.quarantined

@@ -97,6 +97,20 @@ def test_text_is_normalised_before_it_is_compared(tmp_path):
     assert dropped(manifest) == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
 
 
+def test_faulty_documents_are_dropped_up_to_a_number(tmp_path):
+    lines = [json.dumps({"text": f"text {number}"}) for number in range(6)]
+    lines[1:1], lines[4:4] = ['{"text": "torn', "[]"], [r'{"text": "\ud800"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = PrepareConfig(input=(str(tmp_path / "a.jsonl"),), tokenizer="bytes", encoding_faults=2)
+    message = r"3 faulty documents .1 not Unicode .*, 2 not JSON., the last in .*a.jsonl.*_faults=2"
+    with pytest.raises(InputError, match=message):
+        prepare(config, tmp_path / "d")
+    enough = config.model_copy(update={"encoding_faults": 3})
+    manifest = prepare(enough, tmp_path / "d")
+    assert dropped(manifest) == {"not JSON": 2, "not Unicode (lone surrogates)": 1}
+    assert enough.spec_hash == config.spec_hash, "a higher limit continues"
+
+
 def test_validation_input_wins_over_train(tmp_path):
     train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
     validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
