@@ -1,12 +1,15 @@
 """Measures how long commands take to answer, and the imports of a job's processes.
 
-    python -m benchmarks.startup [--runs 15] [--before FOLDER]
+    python -m benchmarks.startup [--runs 15] [--before FOLDER] [--steps 160] [--only NAME …]
 
 Each case is a separate process, started repeatedly, with the cases taking turns. It reports minimum
 and median of wall time, processor time and peak memory. The first round, which fills the page
 cache, does not count. `import torch` and a bare Python serve as references. `--before` names a
 folder with another version of the package as FOLDER/moebius, and measures the same cases there. On
 a busy machine, trust the processor times and the minimum of wall time.
+
+`--steps` sets the length of the finished run that the commands look at, with a line for every step;
+`--steps 1000000 --only status watch picture` shows how they grow (results in startup_growth.json).
 
 The measuring process imports no torch before measuring: Linux counts a parent's memory at the fork
 as the child's, so no figure is below this process's 15 MiB.
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,14 @@ _AGENT = """
 import moebius.cluster.nodes.agent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+"""
+
+
+_PICTURE = """
+import sys
+from pathlib import Path
+from moebius.cluster.report.summary import draw_summary
+draw_summary(Path(sys.argv[1]))
 """
 
 
@@ -72,6 +84,7 @@ def cases(run_dir: Path) -> list[Case]:
         Case("python", "pass"),
         Case("import moebius", "import moebius"),
         *(Case(f"moebius {words[0]}", _COMMAND, words) for words in commands),
+        Case("picture", _PICTURE, (run,)),
         Case("import torch", "import torch"),
         Case("an agent's imports", _AGENT),
         Case("a rank's imports", "import moebius.train.__main__"),
@@ -111,26 +124,49 @@ def summarise(starts: list[Start]) -> dict[str, Any]:
     return figures
 
 
-def write_run(folder: Path) -> Path:
-    """Writes a small finished run, as a job leaves it."""
+def write_run(folder: Path, num_steps: int) -> Path:
+    """Writes a finished run, as a job leaves it."""
     log = folder / "logs" / "g001" / "node0" / "rank0.log"
     log.parent.mkdir(parents=True)
     log.write_text("a line of a log\n" * 100, encoding="utf-8")
-    (folder / "config.json").write_text('{"train": {"steps": 160}}', encoding="utf-8")
+    settings = {"train": {"steps": num_steps}}
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     entries = [
         {"state": "SUBMITTED", "generation": 0, "reason": "1 node(s) × 1 rank(s)"},
-        {"state": "SUCCEEDED", "generation": 1, "reason": "finished at step 160"},
+        {"state": "SUCCEEDED", "generation": 1, "reason": f"finished at step {num_steps}"},
     ]
     _write_lines(folder / "journal.jsonl", [{"details": {}, **entry} for entry in entries])
-    steps = [{"kind": "train", "step": step, "loss": 8 / step} for step in range(1, 161)]
-    _write_lines(folder / "metrics.jsonl", steps)
+    _write_lines(folder / "metrics.jsonl", _metrics(num_steps))
     return folder
 
 
-def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+def _metrics(num_steps: int) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a run with 8 experts in two depth steps, evaluated every 1,000 steps."""
+    experts = {
+        "expert_load": [[0.125] * 8] * 2,
+        "max_violation": [0.5] * 2,
+        "effective_experts": [7.5] * 2,
+    }
+    for step in range(1, num_steps + 1):
+        yield {
+            "kind": "train",
+            "step": step,
+            "loss": 8 / step,
+            "learning_rate": 1e-3,
+            "grad_norm": 1.0,
+            "tokens": step * 8192,
+            "tokens_per_s": 20_000.0,
+            "step_s": 0.4,
+            **experts,
+        }
+        if step % 1000 == 0:
+            yield {"kind": "eval", "step": step, "loss": 8 / step}
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Writes JSON lines, each with the time that all readers expect."""
-    text = "".join(json.dumps({"time": time.time(), **line}) + "\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line | {"time": time.time()}) + "\n" for line in lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -138,19 +174,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="starts of every case")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="holds an older moebius/")
+    parser.add_argument("--steps", type=int, default=160, help="of the finished run")
+    parser.add_argument("--only", nargs="+", help="cases whose names end like this")
     options = parser.parse_args(arguments)
     versions = {"now": ROOT.parent}
     if options.before is not None:
         versions["before"] = options.before.absolute()
     with tempfile.TemporaryDirectory(prefix="moebius-startup-") as folder:
-        figures = _measure_all(cases(write_run(Path(folder) / "run")), versions, options.runs)
+        measured = cases(write_run(Path(folder) / "run", options.steps))
+        if options.only:
+            measured = [case for case in measured if case.name.endswith(tuple(options.only))]
+        figures = _measure_all(measured, versions, options.runs)
     _show(figures)
-    facts: dict[str, Any] = {"runs": options.runs}
+    facts: dict[str, Any] = {"runs": options.runs, "steps": options.steps}
     if options.before is not None:
         facts["commit_before"] = _commit_of(options.before / "moebius")
     from benchmarks.report import save
 
-    print(f"written: {save('startup', facts | figures)}")
+    name = "startup_growth" if options.only else "startup"
+    print(f"written: {save(name, facts | figures)}")
 
 
 def _measure_all(

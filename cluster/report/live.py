@@ -22,18 +22,18 @@ from rich.text import Text
 
 from ..job import (
     JOURNAL,
-    METRICS,
     JobError,
     JobStatus,
     JournalEntry,
     State,
+    current_submission,
     parse_entries,
     read_status,
     total_steps,
 )
 from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
-from .history import ExpertLoad, History, spell_number
+from .history import ExpertLoad, History, begin_history, spell_number
 from .json_lines import JsonLinesTail
 from .summary import STATE_STYLES, describe_start
 
@@ -45,7 +45,9 @@ PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 _PAGE_WIDTH = 100  # characters, of the view in a notebook
 _PAGE_EVENTS = 12  # lines above it
-BACKLOG_BYTES = 64 << 20  # of an old run's metrics that are read before the view appears, at most
+BACKLOG_BYTES = (
+    1 << 20
+)  # of the records of a preparation that are read before the view appears, at most
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # From idle to overloaded.
@@ -75,12 +77,16 @@ class View:
     def __post_init__(self) -> None:
         self._data = JsonLinesTail.near_the_end(self.run_dir / PREPARATION, num_bytes=BACKLOG_BYTES)
         self._journal = JsonLinesTail(self.run_dir / JOURNAL)
-        self._metrics = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=BACKLOG_BYTES)
+        self.history, self._metrics = begin_history(self.run_dir)
+        self._since: float | None = None  # when the job was submitted, whose events are shown
 
     def refresh(self) -> list[Event]:
         """Reads what is new; returns its events in order of time."""
         new: list[Event] = []
-        for entry in parse_entries(self._journal.stream()):
+        entries = current_submission(parse_entries(self._journal.stream()))
+        if self._since is None and entries:
+            self._since = entries[0].time
+        for entry in entries:
             self.entry = entry
             style = STATE_STYLES.get(entry.state, "")
             new.append(Event(entry.time, f"{entry.state.value}: {entry.reason}", style))
@@ -94,7 +100,10 @@ class View:
                 if record.get("news"):
                     new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))
         self.total = self.total or total_steps(self.run_dir)
-        return sorted(new, key=lambda event: event.time)
+        return sorted(
+            (event for event in new if event.time >= (self._since or 0.0)),
+            key=lambda event: event.time,
+        )
 
     def _event_of(self, line: Mapping[str, Any]) -> Event | None:
         at, starts = line.get("time", time.time()), self.history.starts

@@ -5,6 +5,7 @@ Causes, paths and reasons are shown as `Text`, because rich would read their squ
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -213,9 +214,11 @@ def _label(axes: Any, title: str, label: str) -> None:
 
 def _running_mean(values: Sequence[float], half: int) -> list[float]:
     """Returns the mean over each value and its `half` neighbours on either side, if finite."""
+    sums = [0.0, *accumulate(value if math.isfinite(value) else 0.0 for value in values)]
+    counts = [0, *accumulate(math.isfinite(value) for value in values)]
     means = []
     for index in range(len(values)):
-        near = values[max(0, index - half) : index + half + 1]
-        finite = [value for value in near if math.isfinite(value)]
-        means.append(sum(finite) / len(finite) if finite else math.nan)
+        first, last = max(0, index - half), min(len(values), index + half + 1)
+        count = counts[last] - counts[first]
+        means.append((sums[last] - sums[first]) / count if count else math.nan)
     return means

@@ -37,10 +37,13 @@ def printed(renderable: object, *, width: int = 120) -> str:
     return text_of(output)
 
 
+SOON = time.time() + 60.0  # after the journal's first line
+
+
 def train_line(step: int, *, loss: float | str = 5.0) -> dict:
     return {
         "kind": "train",
-        "time": 1000.0 + step,
+        "time": SOON + 0.0 + step,
         "step": step,
         "loss": loss,
         "learning_rate": 2e-3,
@@ -58,13 +61,19 @@ def train_line(step: int, *, loss: float | str = 5.0) -> dict:
 def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
     """Writes a run of 10 steps that was killed at step 7 and resumed from 5."""
     lines = [
-        {"kind": "start", "time": 1000.0, "step": 0, "generation": 1, "resumed_from_step": None},
-        {"kind": "eval", "time": 1000.5, "step": 0, "loss": 8.0},
+        {
+            "kind": "start",
+            "time": SOON + 0.0,
+            "step": 0,
+            "generation": 1,
+            "resumed_from_step": None,
+        },
+        {"kind": "eval", "time": SOON + 0.5, "step": 0, "loss": 8.0},
         *(train_line(step) for step in range(1, 8)),
-        {"kind": "checkpoint", "time": 1005.5, "step": 5, "seconds": 0.25, "bytes": 10},
-        {"kind": "start", "time": 1010.0, "step": 5, "generation": 2, "resumed_from_step": 5},
+        {"kind": "checkpoint", "time": SOON + 5.5, "step": 5, "seconds": 0.25, "bytes": 10},
+        {"kind": "start", "time": SOON + 10.0, "step": 5, "generation": 2, "resumed_from_step": 5},
         *(train_line(step, loss=4.0) for step in range(6, 11)),
-        {"kind": "eval", "time": 1030.0, "step": 10, "loss": 4.5},
+        {"kind": "eval", "time": SOON + 30.0, "step": 10, "loss": 4.5},
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run_dir / "config.json").write_text('{"train": {"steps": 10}}')
@@ -93,6 +102,27 @@ def test_plain_lines_tell_the_story_of_a_run(tmp_path):
     ):
         assert told in text
     assert "\x1b" not in text
+
+
+def test_a_continued_run_does_not_tell_its_old_story_again(tmp_path):
+    write_run(tmp_path)
+    metrics, journal = tmp_path / "metrics.jsonl", Journal(tmp_path)
+    lines = [json.loads(line) | {"time": 5.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journal.append(State.SUBMITTED, generation=2, reason="again")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "eval", "time": SOON, "step": 11, "loss": 3.0}) + "\n")
+    journal.append(State.SUCCEEDED, generation=3, reason="finished at step 11")
+    output = console()
+    follow(tmp_path, console=output)
+    text = text_of(output)
+    assert "fault drill" not in text
+    assert "finished at step 10" not in text
+    assert "validation loss 4.5" not in text
+    assert "checkpoint of step 5" not in text
+    assert "SUBMITTED: again" in text
+    assert "validation loss 3 at step 11" in text
+    assert "finished at step 11" in text
 
 
 def test_live_view_shows_progress_figures_and_the_load_of_every_depth_step(tmp_path):

@@ -10,7 +10,7 @@ from pairwise import slow_but
 from rich.console import Console
 
 from moebius.cluster.job import JobStatus, RootCause, State
-from moebius.cluster.report.summary import closing_words, draw_summary
+from moebius.cluster.report.summary import _running_mean, closing_words, draw_summary
 
 
 def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> None:
@@ -29,6 +29,22 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
         {"kind": "eval", "step": steps, "loss": 4.0},
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("half", [0, 1, 7, 100])
+def test_running_mean_is_that_of_the_finite_neighbours(half):
+    values = [
+        math.nan if step % 3 == 1 else math.inf if step == 50 else step**0.5 for step in range(99)
+    ]
+    values[20:40] = [math.nan] * 20
+    for index, mean in enumerate(_running_mean(values, half)):
+        near = [
+            value
+            for value in values[max(0, index - half) : index + half + 1]
+            if math.isfinite(value)
+        ]
+        expected = sum(near) / len(near) if near else math.nan
+        assert mean == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("shape", [{"steps": 1}, {"steps": 50}, {"steps": 9, "has_experts": False}])
