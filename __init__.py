@@ -1,9 +1,10 @@
 """moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers.
 
 For notebooks and scripts. With torch (api.py): `recipe` makes a configuration, `build` its untrained
-model; `prepare` makes its data, `fit` trains it, `evaluate` and `score_tasks` measure it, and `load`
-brings the trained model back. Without torch (run_records.py): `find_runs` finds runs, `history` reads
-what one has recorded. A module is imported when one of its names is first
+model; `prepare` makes its data, `fit` trains it here and `submit` on a cluster, `resume` continues it,
+`evaluate` and `score_tasks` measure it, `load` brings the trained model back, and `export` writes it for
+others. Without torch (run_records.py): `find_runs` finds runs, `status` tells how one is, `stop` ends it,
+and `history` reads what it has recorded. A module is imported when one of its names is first
 used, so `import moebius` costs nothing.
 """
 
@@ -22,14 +23,18 @@ if TYPE_CHECKING:
         TrainingFailed,
         build,
         evaluate,
+        export,
         fit,
         load,
+        load_config,
         prepare,
         recipe,
+        resume,
         score_tasks,
         size_of,
+        submit,
     )
-    from .run_records import RunHistory, find_runs, history
+    from .run_records import RunHistory, find_runs, history, status, stop
 
 __version__ = "0.2.0"
 __all__ = [
@@ -46,16 +51,22 @@ __all__ = [
     "__version__",
     "build",
     "evaluate",
+    "export",
     "find_runs",
     "fit",
     "history",
     "load",
+    "load_config",
     "prepare",
     "recipe",
+    "resume",
     "score_tasks",
     "size_of",
+    "status",
+    "stop",
+    "submit",
 ]
-_READ_RUN_FOLDERS = ("RunHistory", "find_runs", "history")
+_READ_RUN_FOLDERS = ("RunHistory", "find_runs", "history", "status", "stop")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,23 +7,31 @@
     trained = moebius.load("runs/mine")    # .model, .tokenizer, .config, .step
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
+    moebius.resume("runs/mine", "train.steps=200", on_record=print)   # each step, each evaluation
+    moebius.export("runs/mine", "runs/mine_exported")
 
 It sits in the top layer beside the command line and does the same with the same parts. The package
 imports it on first use of one of its names, so `import moebius` alone does not load torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from .cli.console import print_in_any_encoding
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
 from .cluster.local import train_here
+from .cluster.stop import request_stop
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
 from .distributed.checkpoint.format import find_checkpoint, read_meta
@@ -37,12 +45,27 @@ from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
+from .run_records import RunHistory
 from .train.config.reference import toml_value
 from .train.config.resolve import resolve
 from .train.config.run_config import Config, ConfigError
 from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
+from .train.record.process_log import print_in_any_encoding
 from .train.record.run_folder import place_data
+
+OnRecord = Callable[[dict[str, Any]], object]
+_TELL_S = 0.2  # between two looks for new records
+
+
+class _CallableModule(ModuleType):
+    """Lets `moebius.export` be both this module's function and the package of that name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> str:
+        return export(*arguments, **options)
+
+
+import_module(".export", __package__).__class__ = _CallableModule
 
 
 class TrainingFailed(RuntimeError):
@@ -108,7 +131,13 @@ class LoadedModel:
     step: int
 
     def generate(
-        self, prompt: str, *, num_tokens: int = 100, temperature: float = 0.8, seed: int = 0
+        self,
+        prompt: str,
+        *,
+        num_tokens: int = 100,
+        temperature: float = 0.8,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> str:
         """Returns the prompt followed by the text that the model generates.
 
@@ -116,13 +145,19 @@ class LoadedModel:
             prompt: the text to continue.
             num_tokens: how many tokens to generate.
             temperature: of the sampling; 0 always takes the most likely token.
+            top_p: samples among the likeliest tokens that have this probability together.
             seed: of the sampling, and of the group context if sequences are routed together.
 
         Raises:
             ValueError: the prompt is empty, or the model cannot generate.
         """
         pieces = write_text(
-            self._restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
+            self._restored,
+            prompt,
+            num_tokens=num_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
         )
         return "".join(pieces)
 
@@ -324,7 +359,13 @@ def score_tasks(
     return report
 
 
-def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> JobStatus:
+def fit(
+    config: Config,
+    run_dir: str | PathLike[str],
+    *,
+    show: bool = True,
+    on_record: OnRecord | None = None,
+) -> JobStatus:
     """Trains a configuration on this machine, waits, and returns how the run ended.
 
     Like `moebius train`, it prepares the data, starts `job.num_nodes × job.ranks_per_node` ranks as
@@ -336,6 +377,10 @@ def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> J
         config: of the run.
         run_dir: a new or empty folder, or this run's.
         show: print progress.
+        on_record: called with the record of every logged step (`kind` "train") and evaluation
+            ("eval"), in a thread of this process. If it returns True, the run ends at the next step
+            boundary with a checkpoint; so it does if it raises, and `fit` raises the error. Steps
+            repeated after a recovery are told again.
 
     Raises:
         ConfigError: the configuration does not fit its number of ranks, or the folder holds another
@@ -343,14 +388,157 @@ def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> J
         JobError: a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    from rich.console import Console
+    config, run_dir = _placed(config, run_dir)
+    with _telling(run_dir, on_record):
+        return _ended(train_here(config, run_dir, console=Console(quiet=not show)))
 
+
+def submit(
+    config: Config,
+    run_dir: str | PathLike[str],
+    *,
+    address: str | None = None,
+    detach: bool = False,
+    show: bool = True,
+) -> JobStatus:
+    """Trains a configuration on a Ray cluster, like `moebius submit`; returns how the run ended.
+
+    Args:
+        config: of the run.
+        run_dir: a new or empty folder, or this run's; every node must see it.
+        address: host:port of the cluster's head, "auto", or "simulated"; None simulates a cluster.
+        detach: return once the job's supervisor runs; needs an address.
+        show: print progress.
+
+    Raises:
+        ConfigError: as for `fit`.
+        JobError: Ray is missing, the cluster cannot be used, or a job is running in this folder.
+        TrainingFailed: the run failed; the message is the root cause.
+    """
+    from .cluster.submit import submit as submit_to
+
+    config, run_dir = _placed(config, run_dir)
+    console = Console(quiet=not show)
+    return _ended(submit_to(config, run_dir, address=address, detach=detach, console=console))
+
+
+def resume(
+    run_dir: str | PathLike[str],
+    *overrides: str,
+    show: bool = True,
+    on_record: OnRecord | None = None,
+) -> JobStatus:
+    """Continues a run on this machine from its newest checkpoint, with its own configuration.
+
+    On a cluster, call `submit` with `load_config(run_dir)`.
+
+    Args:
+        run_dir: of the run.
+        overrides: `section.key=value`, for example "train.steps=20000".
+        show: as for `fit`.
+        on_record: as for `fit`.
+
+    Raises:
+        ConfigError: there is no run, or the changes would make it another run.
+        JobError: a job is running in this folder.
+        TrainingFailed: the run failed; the message is the root cause.
+    """
+    return fit(load_config(run_dir, *overrides), run_dir, show=show, on_record=on_record)
+
+
+def load_config(run_dir: str | PathLike[str], *overrides: str) -> Config:
+    """Returns a run's configuration, with values changed as for `recipe`.
+
+    Raises:
+        ConfigError: the folder holds no run, or a change is not valid.
+    """
+    stored = Path(run_dir) / "config.json"
+    return resolve(str(stored), overrides, {str(stored): lambda: Config.load(stored)})
+
+
+def export(
+    path: str | PathLike[str],
+    folder: str | PathLike[str],
+    *,
+    step: int | None = None,
+    layout: Literal["safetensors", "hf"] = "safetensors",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    with_tokenizer: bool = True,
+) -> str:
+    """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
+
+    Args:
+        path: a run folder, or one of its checkpoints.
+        folder: does not exist yet.
+        step: the checkpoint's step; default: the newest.
+        layout: "safetensors", or "hf" for a folder that transformers loads.
+        dtype: of weights that enter matrix products.
+        with_tokenizer: False omits the tokenizer; only with "hf".
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, transformers could not run the model as trained,
+            or `folder` exists.
+    """
+    from .export.hf.model_folder import export_to_hf
+    from .export.safetensors import export as export_safetensors
+
+    checkpoint, out = find_checkpoint(Path(path), step), Path(folder)
+    if layout == "safetensors":
+        return str(export_safetensors(checkpoint, out, dtype=dtype))
+    return str(export_to_hf(checkpoint, out, dtype=dtype, with_tokenizer=with_tokenizer))
+
+
+def _placed(config: Config, run_dir: str | PathLike[str]) -> tuple[Config, Path]:
+    """Returns a checked configuration whose data lie beside the run folder, and that folder."""
     print_in_any_encoding()
     run_dir = Path(run_dir).absolute()
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
-    status = train_here(config, run_dir, console=Console(quiet=not show))
-    if status.state not in (State.SUCCEEDED, State.STOPPED, State.PREEMPTED):
+    return config, run_dir
+
+
+@contextlib.contextmanager
+def _telling(run_dir: Path, on_record: OnRecord | None) -> Iterator[None]:
+    """Calls a function with the run's new records, in a thread; raises its error at the end."""
+    if on_record is None:
+        yield
+        return
+    history, ended, errors = RunHistory(run_dir), threading.Event(), list[Exception]()
+    for _ in history.new_records():
+        pass  # of earlier submissions
+
+    def tell() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(_TELL_S)
+            for record in history.new_records():
+                if record["kind"] in ("train", "eval") and on_record(record) is True:
+                    request_stop(run_dir)
+
+    def tell_and_stop() -> None:
+        try:
+            tell()
+        except Exception as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+            request_stop(run_dir)
+
+    thread = threading.Thread(target=tell_and_stop, name="on_record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _ended(status: JobStatus) -> JobStatus:
+    """Returns the status of a run that ended well, or continues without this process."""
+    if status.state in (State.FAILED, State.LOST):
         raise TrainingFailed(status)
     return status
 

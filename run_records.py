@@ -1,8 +1,9 @@
 """Reads what runs recorded, from their folders alone: the half of `import moebius` without torch.
 
     for run_dir in moebius.find_runs("runs"):
-        losses = [line["loss"] for line in moebius.history(run_dir).records() if line["kind"] ==
-        "eval"]
+        print(run_dir, moebius.status(run_dir).state)
+        losses = moebius.history(run_dir).frame("train")["loss"]    # with pandas
+        print(losses.rolling(20).mean())
 
 A run can be read during training or years later.
 """
@@ -10,11 +11,15 @@ A run can be read during training or years later.
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .cluster.job import JOURNAL, METRICS, parse_entries
+from .cluster.job import JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from .cluster.report.json_lines import JsonLinesTail
 from .cluster.report.run_report import find_runs as _find_runs
+from .cluster.stop import stop as _stop
+
+if TYPE_CHECKING:
+    import pandas
 
 Record = dict[str, Any]
 
@@ -48,6 +53,22 @@ class RunHistory:
             found[key] = _with_numbers(record)
         return list(found.values())
 
+    def frame(self, kind: str = "") -> "pandas.DataFrame":
+        """Returns `records` as a table of pandas, which must be installed.
+
+        Args:
+            kind: only records of this kind, such as "train" or "eval", with the columns that it
+                has; default: all.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("a table needs pandas: pip install pandas") from None
+        return pandas.DataFrame([r for r in self.records() if not kind or r.get("kind") == kind])
+
     def new_records(self) -> Iterator[Record]:
         """Yields the metrics written since the last call, including repeated steps."""
         yield from map(_with_numbers, self._metrics.stream())
@@ -71,6 +92,28 @@ class RunHistory:
 def history(run_dir: str | PathLike[str]) -> RunHistory:
     """Returns the reader of a run's records; a folder without any has an empty history."""
     return RunHistory(Path(run_dir))
+
+
+def status(run_dir: str | PathLike[str]) -> JobStatus:
+    """Returns how a run is: its state, step and loss, and why it ended.
+
+    Raises:
+        JobError: there is no run in this folder.
+    """
+    return read_status(Path(run_dir))
+
+
+def stop(run_dir: str | PathLike[str], *, now: bool = False) -> JobStatus:
+    """Ends a run at the next step boundary with a checkpoint, waits, and returns its status.
+
+    Args:
+        run_dir: of the run.
+        now: end at once, without a checkpoint.
+
+    Raises:
+        JobError: there is no run in this folder, or it does not end.
+    """
+    return _stop(Path(run_dir).absolute(), now=now)
 
 
 def find_runs(folder: str | PathLike[str]) -> list[Path]:

@@ -1,25 +1,10 @@
 """What commands show besides their result: messages on standard error, and progress bars."""
 
-import io
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 StartProgress = Callable[[str, int], Callable[[int], None]]
 """Takes a name and the number of bytes or rows; returns a function that takes each advance."""
-
-
-def print_in_any_encoding() -> None:
-    """Lets this process and its children print "?" for signs that the output's encoding lacks.
-
-    A crash over an arrow would end a run that succeeded, under cron or in an ISO-8859-1 locale.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"
 
 
 def print_message(label: str, text: str, *, style: str = "bold red") -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..own_parts import nearest
-from .console import print_in_any_encoding, print_message
+from ..train.record.process_log import print_in_any_encoding
+from .console import print_message
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .models import config, evaluate, recipes

@@ -23,6 +23,7 @@ def generate(
     *,
     num_tokens: int,
     temperature: float = 1.0,
+    top_p: float = 1.0,
     seed: int = 0,
     context_MS: Tensor | None = None,
     cache_loops: int | None = None,
@@ -32,6 +33,8 @@ def generate(
     Args:
         prompt_S: int64, at least one token.
         temperature: of sampling; 0, or a value too small for float32, takes the most likely token.
+        top_p: samples among the likeliest tokens that together have this probability, after the
+            temperature; 1: among all.
         context_MS: int64, `group_context_size(model)` rows, each at least as long as prompt and
             output without the last token; None if the model needs none.
         cache_loops: loops of a layer whose keys and values are kept; later loops share with earlier
@@ -43,7 +46,7 @@ def generate(
     """
     if prompt_S.numel() == 0:
         raise ValueError("the prompt is empty; generation needs at least one token")
-    check_request(num_tokens, temperature)
+    check_request(num_tokens, temperature, top_p)
     _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
     cache, new_S, seen = model.new_cache(cache_loops), prompt_S, 0
@@ -54,19 +57,31 @@ def generate(
         if temperature < COLDEST:
             token = logits_V.argmax()
         else:
-            token = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[
-                0
-            ]
+            likely_V = _nucleus((logits_V / temperature).softmax(-1), top_p)
+            token = torch.multinomial(likely_V, 1, generator=generator)[0]
         yield int(token.item())
         seen, new_S = seen + len(new_S), token.view(1)
 
 
-def check_request(num_tokens: int, temperature: float) -> None:
-    """Checks the number of tokens and the temperature.
+def _nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
+    """Zeroes all but the fewest likeliest tokens with at least `top_p` together; 1 keeps all."""
+    if top_p == 1.0:
+        return probabilities_V
+    sorted_V, tokens_V = probabilities_V.sort(descending=True)
+    before_V = sorted_V.cumsum(-1) - sorted_V
+    kept_V = sorted_V.where(before_V < top_p, 0.0)
+    return torch.zeros_like(probabilities_V).scatter(0, tokens_V, kept_V)
+
+
+def check_request(num_tokens: int, temperature: float, top_p: float = 1.0) -> None:
+    """Checks the number of tokens, the temperature and the probability of sampling.
 
     Raises:
-        ValueError: fewer than one token, or a temperature that is negative or not finite.
+        ValueError: fewer than one token, a temperature that is negative or not finite, or `top_p`
+            outside (0, 1].
     """
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens} must be at least 1")
     if not 0 <= temperature < math.inf:

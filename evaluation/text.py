@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from .batches import Row
 from .generate import generate
 from .group_context import GroupContextText, group_context_size
-from .restore import Restored, refuse_pairs
+from .restore import Restored, refuse_pairs, tokenizer_of_run
 from .scoring import open_scorer
 
 
@@ -26,6 +25,7 @@ def write_text(
     num_tokens: int,
     temperature: float,
     seed: int,
+    top_p: float = 1.0,
     cache_loops: int | None = None,
 ) -> Iterator[str]:
     """Yields the prompt and then, piece by piece, the generated text.
@@ -37,7 +37,7 @@ def write_text(
         ValueError: the run's data cannot be read, or the model cannot generate.
     """
     refuse_pairs(restored)
-    tokenizer = prepared_tokenizer(restored.config.data.directory)
+    tokenizer = tokenizer_of_run(restored)
     device = next(restored.model.parameters()).device
     ids = tokenizer.encode_batch([prompt])[0].astype("int64").tolist()
     context_MS = _group_context(restored, len(ids) + num_tokens - 1, seed=seed)
@@ -48,6 +48,7 @@ def write_text(
         torch.tensor(ids, dtype=torch.int64, device=device),
         num_tokens=num_tokens,
         temperature=temperature,
+        top_p=top_p,
         seed=seed,
         context_MS=None if context_MS is None else context_MS.to(device),
         cache_loops=cache_loops,
@@ -111,7 +112,7 @@ def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) 
     """
     refuse_pairs(restored)
     data = restored.config.data
-    tokenizer = prepared_tokenizer(data.directory)
+    tokenizer = tokenizer_of_run(restored)
     tokens = tokenizer.encode_batch([text])[0].tolist()
     if not tokens or draws < 1:
         raise ValueError(

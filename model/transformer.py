@@ -199,7 +199,8 @@ class Transformer(nn.Module):
             if self.depth_losses:
                 read = partial(self._read_state, targets_BS=targets_BS, counted_C=counted_C)
                 states = tuple(steps.states[index] for index in sorted(steps.states))
-                seen = DepthStates(states, tokens_BS, targets_BS, loss_mask_BS, read)
+                logits = partial(self._read_state, targets_BS=None, counted_C=None)
+                seen = DepthStates(states, tokens_BS, targets_BS, loss_mask_BS, read, logits)
                 added |= {loss.name: (loss.weight, loss.value(seen)) for loss in self.depth_losses}
             for name, (weight, value_B) in added.items():
                 auxiliary[name] = value_B.detach()
@@ -366,11 +367,16 @@ class Transformer(nn.Module):
         }
 
     def _read_state(
-        self, state_BSD: Tensor, *, targets_BS: Tensor, counted_C: Tensor | None
+        self, state_BSD: Tensor, *, targets_BS: Tensor | None, counted_C: Tensor | None
     ) -> Tensor:
-        """Returns the mean cross-entropy read out of any state, for each sequence, (B,)."""
+        """Returns what is read out of any state: the mean cross-entropy for each sequence, (B,).
+
+        Without targets, the logits, (B, S, V).
+        """
         n_BSD = state_BSD if self.final_norm is None else self.final_norm(state_BSD)
         total = self.read_out(n_BSD, targets_BS, counted_C)
+        if targets_BS is None:
+            return total.to(wide_dtype(total))
         return (total / targets_BS.numel()).expand(len(targets_BS))
 
     def _losses(

@@ -1,8 +1,10 @@
 """What `import moebius` offers: a recipe, its model, a run, the trained model."""
 
+import gzip
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -102,6 +104,126 @@ def test_a_run_from_python(trained: tuple[Config, Path, JobStatus]) -> None:
         moebius.fit(config.model_copy(update={"optim": RECIPES["dense"]().optim}), folder / "run")
 
 
+def test_steps_and_evaluations_are_told_while_a_run_trains(
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path
+) -> None:
+    """A function that returns True ends the run, and so does one that raises."""
+    config = moebius.recipe(
+        "smoke",
+        **TINY,
+        data__directory=next((trained[1] / "data").iterdir()),
+        train__steps=100_000,
+        train__eval_every=2,
+        train__log_every=1,
+    )
+    told: list[dict[str, object]] = []
+
+    def stop_early(record: dict[str, object]) -> bool:
+        told.append(record)
+        return record["kind"] == "eval" and record["step"] != 0
+
+    run_dir = tmp_path / "run"
+    status = moebius.fit(config, run_dir, show=False, on_record=stop_early)
+    assert status.state is moebius.status(run_dir).state is State.STOPPED
+    assert moebius.stop(run_dir).step == status.step
+    own = [line for line in moebius.history(run_dir).records() if line["kind"] in ("train", "eval")]
+    assert told == own
+    assert [(line["kind"], line["step"]) for line in told[:3]] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_and_traced_from_python(
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[1] / "run", run_dir)
+    again: list[object] = []
+
+    def fail(record: dict[str, object]) -> None:
+        again.append(record["step"])
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        moebius.resume(run_dir, "train.steps=100_000", show=False, on_record=fail)
+    assert again == [3]
+    last = moebius.status(run_dir).step
+    assert last is not None
+    traced = [f"train.steps={last + 2}", f"train.profile={{0 = [{last + 2}]}}"]
+    assert moebius.resume(run_dir, *traced, show=False).state is State.SUCCEEDED
+    (trace,) = (run_dir / "profile").iterdir()
+    assert trace.name == f"step{last + 2:06}-rank0.json.gz"
+    with gzip.open(trace) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+    with pytest.raises(ConfigError, match="names rank 1, but the ranks are 0 to 0"):
+        moebius.resume(run_dir, "train.profile={1 = [1]}")
+
+
+def test_a_history_is_a_table(trained: tuple[Config, Path, JobStatus]) -> None:
+    pandas = pytest.importorskip("pandas")
+    history = moebius.history(trained[1] / "run")
+    assert isinstance(history.frame(), pandas.DataFrame)
+    assert len(history.frame()) == len(history.records())
+    assert history.frame("train")["step"].tolist() == [1, 2]
+    assert history.frame("train")["loss"].iloc[-1] == trained[2].loss
+    assert "perplexity" in history.frame("eval")
+
+
+def test_a_table_names_the_package_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        moebius.history(tmp_path).frame()
+
+
+def test_a_checkpoint_is_exported_as_the_command_does(
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path
+) -> None:
+    """`moebius.export` is this function, also once the package of that name has been imported."""
+    pytest.importorskip("safetensors")
+    run_dir = trained[1] / "run"
+    for _ in range(2):
+        folder = tmp_path / str(_)
+        said = moebius.export(run_dir, folder, dtype="bf16")
+        assert "step 2" in said
+        assert (folder / "model.safetensors.index.json").exists()
+    code = (
+        "import moebius.export.safetensors, moebius.api, moebius\n"
+        "try: moebius.export('nothere', 'out')\n"
+        "except ValueError as error: assert 'has no checkpoint' in str(error)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_is_submitted_from_python(
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def submit(config: Config, run_dir: Path, *, address: str, detach: bool, **_: object) -> object:
+        asked.extend([config.data.directory, run_dir, address, detach])
+        return JobStatus(run_dir, State.STARTING)
+
+    monkeypatch.setattr("moebius.cluster.submit.submit", submit)
+    run_dir = trained[1] / "run"
+    config = moebius.load_config(run_dir, "train.steps=9")
+    assert config.train.steps == 9
+    status = moebius.submit(config, run_dir, address="auto", detach=True, show=False)
+    assert (status.state, asked) == (
+        State.STARTING,
+        [config.data.directory, run_dir, "auto", True],
+    )
+    with pytest.raises(ConfigError, match=r"did you mean train\.steps"):
+        moebius.load_config(run_dir, "train.stepz=9")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        moebius.resume(tmp_path)
+
+
 def test_a_trained_model_writes_and_scores_as_the_command_does(
     trained: tuple[Config, Path, JobStatus], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,9 +321,12 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
         for text in (api.__doc__ or "", moebius.LoadedModel.__doc__ or "")
     ]
     assert "moebius.fit(" in examples[0]
+    assert "moebius.resume(" in examples[0]
+    assert "moebius.export(" in examples[0]
     assert "trained.tokenizer.encode" in examples[1]
     program = "\n".join(["import moebius", *examples])
     program = program.replace('"smoke", ', '"smoke", "train.steps=4", ')
+    program = program.replace("train.steps=200", "train.steps=5")
     ended = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -240,7 +365,7 @@ def test_a_run_tells_its_history(trained: tuple[Config, Path, JobStatus], tmp_pa
 
 
 def test_a_history_is_read_without_torch() -> None:
-    code = "import sys, moebius; moebius.history('runs'); assert 'torch' not in sys.modules"
+    code = "import sys, moebius; moebius.history('runs'), moebius.stop; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

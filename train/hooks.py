@@ -92,7 +92,13 @@ def log_checkpoints(run: Run, _result: StepResult) -> None:
     log_saved(run)
 
 
+def end_trace(run: Run, _result: StepResult) -> None:
+    """Writes the step's trace, if `train.profile` asks for one."""
+    run.traces.end(run.progress.step)
+
+
 HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
+    end_trace,
     log_step,
     log_spike,
     move_experts,

@@ -30,11 +30,12 @@ from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
 from .metrics.spikes import Spike, StepJudge
 from .metrics.step_metrics import StepClock, StepMeter
+from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
-from .optim import optimizer_of
+from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
 from .record.run_folder import end_is_asked
-from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
+from .state import TrainingProgress, allocate_moments, restore_numbers, state_tensors
 
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
@@ -71,6 +72,7 @@ class Run:
     generation: int
     backend: str  # of the experts' products
     judge: StepJudge
+    traces: StepTraces
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # at the last load
@@ -129,7 +131,6 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model) | depth_facts(config))
     optimizer = optimizer_of(config.optim, model)
-    allocate_moments(model, optimizer)
     copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last
     checkpoints = Checkpointer(
         run_dir / "checkpoints",
@@ -154,6 +155,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         generation=generation,
         backend=backend,
         judge=StepJudge(config.train.skip_spikes),
+        traces=StepTraces(config.train.profile, run_dir / TRACES, process.rank),
     )
 
 
@@ -227,10 +229,13 @@ def resume(run: Run) -> dict[str, Any] | None:
 def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     """Loads a checkpoint into the run, and returns its meta; a collective call."""
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
+    if updates := found.meta.meta["progress"]["updates"]:
+        allocate_moments(run.model, run.optimizer, updates)
     tensors, shards = state_tensors(run.model, run.optimizer)
     meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
     run.progress = TrainingProgress(**meta["progress"])
-    set_updates(run.model, run.optimizer, run.progress.updates)
+    if "groups" in meta:
+        restore_numbers(run.optimizer, meta["groups"])
     run.judge.restore(meta.get("spikes", {}))
     return meta
 
@@ -245,6 +250,9 @@ def save(run: Run) -> None:
     }
     if run.judge.deviations is not None:
         meta["spikes"] = run.judge.as_dict()
+    if any(numbers := changed_numbers(run.optimizer)):
+        run.process.agree("optimizer", {"numbers in its groups": repr(numbers)})
+        meta["groups"] = numbers
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)

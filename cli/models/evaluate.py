@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ...evaluation.zero_shot import ZeroShotReport
 
 _ONE_OF = ("tasks", "score", "stride", "prompt")
-_DEFAULTS = {"tokens": 100, "temperature": 0.8, "draws": 1, "seed": 0}
+_DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
 _NEEDS = {  # options that only some measurements read
     **dict.fromkeys(("data", "limit", "context", "too_long", "per_item", "json"), ("tasks",)),
-    **dict.fromkeys(("tokens", "temperature", "cache_loops"), ("prompt",)),
+    **dict.fromkeys(("tokens", "temperature", "top_p", "cache_loops"), ("prompt",)),
     "draws": ("tasks", "score"),
     "seed": ("tasks", "score", "prompt"),
 }
@@ -94,6 +94,12 @@ def _add_eval(commands: Commands) -> None:
         type=float,
         metavar="T",
         help="of sampling, default 0.8; 0: the likeliest token",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample among the likeliest tokens that have probability P together; default: 1, all",
     )
     parser.add_argument(
         "--draws",
@@ -287,12 +293,13 @@ def _write(options: argparse.Namespace) -> None:
     from ...evaluation.generate import check_request
     from ...evaluation.text import write_text
 
-    check_request(options.tokens, options.temperature)  # before reading the model
+    check_request(options.tokens, options.temperature, options.top_p)  # before reading the model
     for piece in write_text(
         _restored(options),
         options.prompt,
         num_tokens=options.tokens,
         temperature=options.temperature,
+        top_p=options.top_p,
         seed=options.seed,
         cache_loops=options.cache_loops,
     ):

@@ -26,6 +26,8 @@ class DepthStates:
     # (B, S, D) to (B,): the cross-entropy of the targets read out of a state, nats per position;
     # every sequence gets the micro-batch's mean
     read_out: Callable[[Tensor], Tensor]
+    # (B, S, D) to (B, S, V): the logits read out of a state, in float32, which must fit in memory
+    logits: Callable[[Tensor], Tensor]
 
 
 DepthLoss = Callable[[DepthStates], Tensor]

@@ -77,7 +77,7 @@ train smoke context_parallel=2                  | there is no context parallelis
 train smoke gradient_checkpointing=true         | did you mean train.recompute?
 train smoke --freeze embedding                  | can give the group of frozen parameters lr=0
 train smoke --early-stopping 3                  | moebius.fit(…, on_record=function) calls it per step
-train smoke --flash-attention                   | attention always calls torch's scaled_dot_product_attention
+train smoke --flash-attention                   | attention calls torch's scaled_dot_product_attention
 train moeut mesh.ep=2                           | mesh.ep may be one of [1]. 2 ranks or a multiple fit: set job.ranks_per_node=2
 train smoke mesh.ep=8                           | 16 ranks fit: set job.ranks_per_node=8
 train moeut job.num_nodes=2 mesh.ep=3           | 3 ranks or a multiple fit: set job.num_nodes=1 job.ranks_per_node=3

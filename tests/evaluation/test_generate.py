@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moebius.evaluation.generate import generate
+from moebius.evaluation.generate import _nucleus, generate
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
@@ -38,6 +38,26 @@ def test_greedy_tokens_are_the_most_likely_ones_of_the_full_pass(model: Transfor
         assert token == expected
         tokens.append(token)
     assert len(tokens) == 28
+
+
+def test_top_p_samples_among_the_likeliest_tokens_only(model: Transformer) -> None:
+    with torch.no_grad():
+        p_V = (model(PROMPT[None]).logits_BSV[0, -1] / 3.0).softmax(-1)
+    order = p_V.argsort(descending=True).tolist()
+    for top_p in (0.01, 0.5, 0.8):
+        count = 1 + int((p_V[order].cumsum(0) < top_p).sum())
+        drawn = {
+            next(generate(model, PROMPT, num_tokens=1, temperature=3.0, top_p=top_p, seed=seed))
+            for seed in range(40)
+        }
+        assert drawn <= set(order[:count])
+        assert count > 1 or drawn == {order[0]}
+        likely_V = _nucleus(p_V, top_p)
+        assert likely_V.count_nonzero() == count
+        assert torch.equal(likely_V[order[:count]], p_V[order[:count]])
+    assert torch.equal(_nucleus(p_V, 1.0), p_V)
+    with pytest.raises(ValueError, match=r"top_p=0\.0 must be above 0 and at most 1"):
+        next(generate(model, PROMPT, num_tokens=1, top_p=0.0))
 
 
 @pytest.mark.slow

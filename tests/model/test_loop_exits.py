@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
 from row_order import assert_reordered, reordered_pass
 from torch import Tensor
@@ -262,6 +263,30 @@ def test_a_coda_that_runs_after_several_loops_is_one_depth_step_for_losses_on_st
     plain, reads = (each.states_L for each in seen)
     assert len(plain) == len(reads) == model.config.num_layers
     assert all(map(torch.equal, plain, reads))
+
+
+def test_a_loss_may_read_logits_out_of_every_state():
+    """They are the ones that `read_out` takes the cross-entropy of, with their gradients."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def loss(states: DepthStates) -> Tensor:
+        for state_BSD in states.states_L:
+            logits_BSV = states.logits(state_BSD)
+            own = F.cross_entropy(logits_BSV.mT, states.targets_BS)
+            found.append((own, states.read_out(state_BSD).mean()))
+        return found[-1][0].expand(len(states.tokens_BS))
+
+    model = looped("huginn_moe", {"loops.depth": {}})
+    model.depth_losses = (WeightedLoss("own:loss", 1.0, loss),)
+    cross_entropy = loss_of(model)
+    assert len(found) == model.config.num_layers
+    for own, theirs in found:
+        torch.testing.assert_close(own, theirs)
+    torch.testing.assert_close(found[-1][0], cross_entropy / some_tokens().numel())
+    gradients = [
+        torch.autograd.grad(one, model.embedding, retain_graph=True)[0] for one in found[0]
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_loss_of_chosen_loops_is_their_mean():

@@ -216,6 +216,10 @@ class Config(BaseModel):
                 f"mesh.replicas={self.mesh.replicas} with mesh.ep=1: every rank has all experts, so "
                 f"none can move or needs a copy; set both to 0{instead}"
             )
+        if unknown := [rank for rank in self.train.profile if rank >= world_size]:
+            raise ConfigError(
+                f"train.profile names rank {unknown[0]}, but the ranks are 0 to {world_size - 1}"
+            )
         per_pass = world_size * self.train.micro_batch
         if self.train.global_batch % per_pass:
             raise ConfigError(

@@ -88,6 +88,13 @@ class TrainConfig(BaseModel):
     )
     """Your own losses on the states of the depth steps, with their weights."""
 
+    profile: dict[NonNegativeInt, tuple[PositiveInt, ...]] = Field(
+        default={}, examples=["{0 = [20, 21], 3 = [20]}"]
+    )
+    """Steps of which a rank's torch profiler writes traces into RUN/profile, for ui.perfetto.dev,
+    by rank.
+    """
+
     skip_spikes: float | None = Field(default=None, gt=0, examples=[8.0])
     """Skips the update of a step whose loss exceeds the median of the last 128 good steps by more
     than this many robust deviations, or whose gradient norm does by twice as many; none: off.

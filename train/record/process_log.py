@@ -225,6 +225,18 @@ def print_through_log() -> ProcessLog:
     return _own
 
 
+def print_in_any_encoding() -> None:
+    """Lets this process and its children print "?" for signs that the output's encoding lacks.
+
+    A crash over an arrow would end a run that succeeded, under cron or in an ISO-8859-1 locale.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"
+
+
 def _flush() -> None:
     """Writes unfinished lines, so that a fork does not repeat them."""
     for stream in (sys.stdout, sys.stderr):

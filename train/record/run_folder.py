@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
 config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
-sinks/ · skipped/ · tensorboard/ · wandb/ · result.json · summary.png
+sinks/ · skipped/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
 import errno
@@ -34,6 +34,7 @@ _KEYS_THAT_MAY_CHANGE = {
     "train.recompute",
     "train.timeout_s",
     "train.skip_spikes",
+    "train.profile",
     "train.sinks",
 }
 
