@@ -117,7 +117,7 @@ class DataConfig(BaseModel):
         if self.targets == "paired" and self.seq_len % 2:
             raise ValueError(
                 f"targets='paired' needs an even seq_len, for pairs of an input and its label, not "
-                f"{self.seq_len}: set seq_len={self.seq_len + 1}"
+                f"{self.seq_len}: set data.seq_len={self.seq_len + 1}"
             )
         return self
 

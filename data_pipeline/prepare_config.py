@@ -55,16 +55,13 @@ class RecordFields(BaseModel):
     answer_field: str = Field(default="", examples=["answer"])
     """The field of the answer to the prompt."""
 
-    format: Literal["", "txt", "jsonl", "parquet", "arrow"] = Field(default="", examples=["jsonl"])
-    """What all files hold, whatever their names end in; empty: by the suffixes of their names."""
-
     @model_validator(mode="after")
     def _check_prompt_and_answer(self) -> Self:
         prompt, answer = self.prompt_field, self.answer_field
         if bool(prompt) != bool(answer) or (prompt and prompt == answer):
             raise ValueError(
                 f"prompt_field={prompt!r} and answer_field={answer!r} belong together: set both, to "
-                "different fields, or set text_field instead"
+                "different fields, or set prepare.text_field instead"
             )
         return self
 
@@ -138,6 +135,9 @@ class PrepareConfig(RecordFields):
     )
     """Several sources instead of `input`, each with its own fields."""
 
+    format: Literal["", "txt", "jsonl", "parquet", "arrow"] = Field(default="", examples=["jsonl"])
+    """What all files hold, whatever their names end in; empty: by the suffixes of their names."""
+
     tokenizer: str = Field(default="bpe", examples=["bytes"])
     """"bpe" (trained on the text), "bytes", or an existing one: a .json or .model file, its folder,
     hf://owner/name, or python:package.module:function, which returns words, each a token."""
@@ -203,7 +203,8 @@ class PrepareConfig(RecordFields):
         if self.tokenizer == "bytes" and self.vocab_size != NUM_BYTE_IDS:
             raise ValueError(
                 f"tokenizer='bytes' has {NUM_BYTE_IDS} ids (256 bytes and the end of a document), not "
-                f"vocab_size={self.vocab_size}: set vocab_size={NUM_BYTE_IDS}, or tokenizer='bpe'"
+                f"vocab_size={self.vocab_size}: set vocab_size={NUM_BYTE_IDS} (prepare.vocab_size), or "
+                "prepare.tokenizer=bpe"
             )
         return self
 
@@ -301,11 +302,10 @@ class PrepareConfig(RecordFields):
         spec = self.model_dump(mode="json", exclude={*_REPEATED_IN_SOURCES, "sources"})
         if self.encoding_faults != "error":
             spec["encoding_faults"] = "drop"  # a limit ends a preparation, but changes no bytes
+        if not self.format:
+            del spec["format"]  # folders that are older than the key remain valid
         spec["sources"] = [
-            source.model_dump(
-                mode="json", exclude={"licence", *(() if source.format else ("format",))}
-            )
-            for source in self.all_sources
+            source.model_dump(mode="json", exclude={"licence"}) for source in self.all_sources
         ]
         if self.tokenizer != "bpe":
             del spec["vocab_size"]

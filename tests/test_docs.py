@@ -9,6 +9,7 @@ import functools
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -27,6 +28,11 @@ FOREIGN = {
 # Pages of the site that docs/reference_pages.py makes.
 GENERATED = {"config.md", "commands.md", "python.md", "interfaces.md"}
 Check = Callable[[str], list[str]]
+SHELL = re.compile(
+    r"(moebius|make|source|export|pip|python|cd|git|ray|sbatch|kubectl|tar|sed|torchrun|curl|docker|ssh)"
+    r" |[A-Z_]+=\S* |#|$"
+)
+READERS: dict[str, Callable[[str], object]] = {"python": ast.parse, "toml": tomllib.loads}
 
 
 @functools.cache
@@ -157,12 +163,11 @@ def _is_known(word: str) -> bool:
 
 
 def commands_can_be_given(text: str) -> list[str]:
-    """Checks every `moebius …` of a console, with its overrides, and that `make …` names a target."""
+    """Checks every `moebius …` of a shell, with its overrides, and that `make …` names a target."""
     wrong = []
-    for block in blocks(text, "console"):
-        for line in block.splitlines():
-            command = line.removeprefix("$ ").partition(" > ")[0]
-            words = shlex.split(command, comments=True) if line[:2] == "$ " else []
+    for block in blocks(text, "sh"):
+        for line in block.replace("\\\n", "").splitlines():
+            words = shlex.split(line.partition(" > ")[0], comments=True)
             if words[:1] == ["make"]:
                 wrong += [f"{line}: no such target" for word in words[1:] if not _is_target(word)]
             elif words[:1] == ["moebius"] and (problem := _refusal(words[1:])):
@@ -185,12 +190,36 @@ def _refusal(words: list[str]) -> str | None:
     try:
         options = parse(words)
         if getattr(options, "name", None) in RECIPES:
-            resolve(options.name, options.overrides, RECIPES)
+            # which an earlier command of the page prepares
+            rest = [word for word in options.overrides if word != "data.directory=shards"]
+            resolve(options.name, rest, RECIPES)
     except SystemExit as ended:
         return f"the command line refuses it (exit code {ended.code})" if ended.code else None
     except ValueError as error:
         return str(error)
     return None
+
+
+def blocks_can_be_copied(text: str) -> list[str]:
+    """Checks that a shell's block holds commands alone, and that Python and TOML can be read."""
+    wrong = []
+    for found in FENCE.finditer(text):
+        language, block = found[1], found[2]
+        prompts = re.findall(r"^ *(?:\$|>>>) .*$", block, re.MULTILINE)
+        wrong += [f"{line}: leave the prompt out" for line in prompts]
+        if language == "console":
+            wrong.append(f"{block.splitlines()[0]}: write sh for commands, text for their output")
+        elif language == "sh":
+            lines = block.replace("\\\n", "").splitlines()
+            wrong += [f"{line}: is no command" for line in lines if not SHELL.match(line)]
+        elif language in READERS and "--8<--" not in block:
+            try:
+                READERS[language](block)
+            except ValueError as error:
+                wrong.append(f"{block.splitlines()[0]}: {error}")
+            except SyntaxError as error:
+                wrong.append(f"{error.text}: {error.msg}")
+    return wrong
 
 
 def recipes_fit(text: str) -> list[str]:
@@ -217,6 +246,7 @@ CHECKS: list[Check] = [
     quotations_are_true,
     names_exist,
     commands_can_be_given,
+    blocks_can_be_copied,
     recipes_fit,
 ]
 
@@ -239,13 +269,18 @@ FAULTS: list[tuple[Check, str, str]] = [
     (quotations_are_true, "```python\n    x = nothing_like_it()\n```\n", "no source has this line"),
     (names_exist, "`Routes.never_heard_of`", "no source knows never_heard_of"),
     (names_exist, "`NeverHeardOf(1)`", "no source knows NeverHeardOf"),
-    (commands_can_be_given, "```console\n$ moebius trian smoke\n```\n", "the command line refuses"),
+    (commands_can_be_given, "```sh\nmoebius trian smoke\n```\n", "the command line refuses"),
     (
         commands_can_be_given,
-        "```console\n$ moebius train smoke train.stepz=1\n```\n",
+        "```sh\nmoebius train smoke train.stepz=1\n```\n",
         "did you mean",
     ),
-    (commands_can_be_given, "```console\n$ make nothing\n```\n", "no such target"),
+    (commands_can_be_given, "```sh\nmake nothing\n```\n", "no such target"),
+    (blocks_can_be_copied, "```sh\n$ moebius models\n```\n", "leave the prompt out"),
+    (blocks_can_be_copied, "```sh\nmoebius models\nrecipe  parameters\n```\n", "is no command"),
+    (blocks_can_be_copied, "```console\nmoebius models\n```\n", "write sh for commands"),
+    (blocks_can_be_copied, "```python\nprint(1\n```\n", "never closed"),
+    (blocks_can_be_copied, "```toml\n[train\nsteps = 1\n```\n", "[train"),
     (
         recipes_fit,
         '```python\nmoebius.recipe("smoke", job__num_nodes=1)\n```\n',

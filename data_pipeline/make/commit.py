@@ -59,7 +59,7 @@ class ManifestWriter:
         if len(data) > MAX_MANIFEST_BYTES:
             raise PrepareError(
                 f"{name} would have {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}: give fewer "
-                "and larger input files, or lower segment_tokens"
+                "and larger input files, or lower prepare.segment_tokens"
             )
         create_once(self._directory / name, data)
         self._number, self._parent = self._number + 1, body_hash(chained)

@@ -476,7 +476,7 @@ class _Preparation:
         raise InputError(
             f"input {names}: all documents went to validation "
             f"({counts.chosen['validation']} there; {reasons}): lower "
-            f"validation_fraction={self._config.validation_fraction}, or give input that is not in "
+            f"prepare.validation_fraction={self._config.validation_fraction}, or give input that is not in "
             "validation_input"
         )
 

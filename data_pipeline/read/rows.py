@@ -321,5 +321,5 @@ def too_short(what: str, num_tokens: int, seq_len: int) -> ShardError:
     """Returns the error about a stream shorter than one row."""
     return ShardError(
         f"{what} has {num_tokens} tokens, fewer than the {seq_len + 1} of one row ({seq_len=}): "
-        "prepare more text for it (for validation: raise validation_fraction), or lower seq_len"
+        "prepare more text for it (for validation: raise prepare.validation_fraction), or lower data.seq_len"
     )

@@ -88,7 +88,7 @@ def plan_splits(
         split
         for source in config.all_sources
         for patterns, role in _sides(source)
-        for split in _plan(source, patterns, role, config.split_bytes, tell)
+        for split in _plan(source, patterns, role, config, tell)
     )
 
 
@@ -101,18 +101,18 @@ def _plan(
     source: SourceConfig,
     patterns: Sequence[str],
     role: Role,
-    split_bytes: int,
+    config: PrepareConfig,
     tell: Callable[[str], None],
 ) -> Iterator[InputSplit]:
     seen: set[str] = set()
     for pattern in patterns:
-        for url, kind, size in _expand(pattern, source.format, tell):
+        for url, kind, size in _expand(pattern, config.format, tell):
             if url in seen:
                 continue
             seen.add(url)
             if not _FORMATS[kind].has_fields:
                 _check_fields(source, url)
-            for start, stop, num_bytes in _FORMATS[kind].ranges(url, size, split_bytes):
+            for start, stop, num_bytes in _FORMATS[kind].ranges(url, size, config.split_bytes):
                 yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes)
 
 

@@ -116,7 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ValueError(
                 f"the tokenizer has no token {end!r} to end a document with; its special tokens "
                 f"are {some_of(map(repr, special), repr(end))}: name one of them as "
-                "end_of_document"
+                "prepare.end_of_document"
             )
         if end not in special or self._spells(end, index):
             raise ValueError(

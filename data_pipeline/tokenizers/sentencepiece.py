@@ -73,7 +73,7 @@ class SentencePieceTokenizer(Tokenizer):
         asked = f"control symbol {name!r}" if name else "end of sentence"
         raise ValueError(
             f"the SentencePiece model has no {asked} to end a document with; its control symbols "
-            f"are {some_of(map(repr, controls), repr(name))}: name one of them as end_of_document"
+            f"are {some_of(map(repr, controls), repr(name))}: name one of them as prepare.end_of_document"
         )
 
 

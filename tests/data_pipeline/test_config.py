@@ -112,7 +112,7 @@ def _stages(*starts: int, **weights: Any) -> dict[str, Any]:
         (_stages(5, 5, web=1), r"stages begin at \[5, 5\] tokens"),
         (_stages(5, web=0, code=-1), r"weights \{'web': 0.0, 'code': -1.0\}"),
         (_stages(5, web="nan"), "stages.0"),
-        ({"targets": "paired", "seq_len": 33}, "set seq_len=34"),
+        ({"targets": "paired", "seq_len": 33}, "set data.seq_len=34"),
         ({"sequence_length": 3}, "sequence_length"),
     ],
 )
