@@ -9,7 +9,7 @@ folder with another version of the package as FOLDER/moebius, and measures the s
 a busy machine, trust the processor times and the minimum of wall time.
 
 `--steps` sets the length of the finished run that the commands look at, with a line for every step;
-`--steps 1000000 --only status watch picture` shows how they grow (results in startup_growth.json).
+`--steps 1000000 --only status watch picture` shows how they grow (results in startup_1000000_steps.json).
 
 The measuring process imports no torch before measuring: Linux counts a parent's memory at the fork
 as the child's, so no figure is below this process's 15 MiB.
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         facts["commit_before"] = _commit_of(options.before / "moebius")
     from benchmarks.report import save
 
-    name = "startup_growth" if options.only else "startup"
+    name = f"startup_{options.steps}_steps" if options.only else "startup"
     print(f"written: {save(name, facts | figures)}")
 
 

@@ -270,6 +270,12 @@ def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
     return entries[start:]
 
 
+def submitted_to(run_dir: Path) -> str:
+    """Returns where the last job of a run folder ran (`Launch.where`); "" if that is not known."""
+    entries = current_submission(Journal(run_dir).entries())
+    return str(entries[0].details.get("where", "")) if entries else ""
+
+
 def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobStatus:
     """Returns the state of the job in a run folder.
 

@@ -77,7 +77,8 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         "--address",
         metavar="HOST:PORT",
         help='a Ray cluster: HOST:PORT of its head, "auto", or "simulated" of '
-        "`moebius cluster up`; default: simulate one for this job",
+        "`moebius cluster up`; default: simulate one for this job, or continue a run of "
+        "`moebius train` without one",
     )
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor runs (needs --address)"
@@ -103,9 +104,12 @@ def _add_resume(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    return _train_here(*_resolve(options))
+
+
+def _train_here(config: "Config", run_dir: Path) -> int:
     from ...cluster.local import train_here
 
-    config, run_dir = _resolve(options)
     return train_here(config, run_dir).exit_code
 
 
@@ -126,7 +130,7 @@ def _submit_to(options: argparse.Namespace, config: "Config", run_dir: Path) -> 
 
 def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
-    from ...cluster.job import JobError, State, refuse_if_running
+    from ...cluster.job import THIS_MACHINE, JobError, State, refuse_if_running, submitted_to
     from ...cluster.report.run_report import read_report
 
     run_dir = options.run_dir.absolute()
@@ -140,6 +144,9 @@ def _resume(options: argparse.Namespace) -> int:
             f"to continue, raise it: train.steps={2 * config.train.steps}"
         )
     print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
+    is_local = submitted_to(run_dir) == THIS_MACHINE
+    if is_local and options.address is None and not options.detach:
+        return _train_here(config, run_dir)
     return _submit_to(options, config, run_dir)
 
 

@@ -78,7 +78,7 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
         report = _run_elastic_agent(assignment, forked)
     except Exception as error:  # noqa: BLE001 - the supervisor must get a report of any failure
         report = AgentReport(ok=False, message=f"{type(error).__name__}: {error}")
-    report.save(log_dir)
+    report.save(log_dir, otherwise=assignment.heartbeats)  # in memory: a full disk hides no cause
     return 0 if report.ok else 1
 
 

@@ -79,17 +79,26 @@ class AgentReport:
     log_dir: str = field(default="", compare=False)  # in which the agent wrote it
 
     @classmethod
-    def load(cls, log_dir: Path) -> "AgentReport | None":
-        """Reads the report of the agent with this log folder; None if it left none, or a damaged one."""
+    def load(cls, log_dir: Path, *, of: Path | None = None) -> "AgentReport | None":
+        """Reads the report in a folder; None if there is none, a damaged one, or another agent's.
+
+        Args:
+            of: the agent's log folder; None: this folder.
+        """
         try:
             plain = json.loads(read_text(log_dir / REPORT) or "")
             failures = tuple(RankFailure(**failure) for failure in plain["failures"])
             report = cls(**{**plain, "failures": failures})
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        return report if report.log_dir == str(log_dir) else None
+        return report if report.log_dir == str(of or log_dir) else None
 
-    def save(self, log_dir: Path) -> None:
-        """Writes the report as JSON."""
-        report = asdict(replace(self, log_dir=str(log_dir)))
-        write_atomically(log_dir / REPORT, json.dumps(report, indent=1))
+    def save(self, log_dir: Path, *, otherwise: Path | None = None) -> None:
+        """Writes the report as JSON, or into another folder if the first one's disk is full."""
+        text = json.dumps(asdict(replace(self, log_dir=str(log_dir))), indent=1)
+        try:
+            write_atomically(log_dir / REPORT, text)
+        except OSError:
+            if otherwise is None:
+                raise
+            write_atomically(otherwise / REPORT, text)

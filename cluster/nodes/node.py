@@ -128,7 +128,7 @@ class Node:
         assignment.save(assignment.log_dir / "assignment.json")
         self._assignment = assignment
         self._ranks = WatchedRanks(assignment.heartbeats, assignment.ranks)
-        self._ranks.open()
+        self._ranks.open(assignment.launch.run_dir)
         self._warm_up()  # the last template may have been killed
         template = self._template
         if template is None:
@@ -149,12 +149,15 @@ class Node:
         if self._watchdog is not None:
             self._watchdog.reset()
         code = self._agent.poll()
-        report = AgentReport.load(self._assignment.log_dir)
+        log_dir = self._assignment.log_dir
+        report = AgentReport.load(log_dir) or AgentReport.load(
+            self._assignment.heartbeats, of=log_dir
+        )
         if report is not None:  # the agent's last act; its process may still be ending
             return report
         if code is None:
             return None
-        tail = read_tail(self._assignment.log_dir / "agent.log", 2000).strip()
+        tail = read_tail(log_dir / "agent.log", 2000).strip()
         return AgentReport(
             ok=False,
             message=f"the agent process ended with exit code {code}; its last output: {tail}",
@@ -172,6 +175,11 @@ class Node:
         assert self._assignment is not None
         stall_dir = self._assignment.log_dir.parent / "stall"
         return gather(self._ranks.folder, self._ranks.beats(), stall_dir)
+
+    def starved_s(self) -> float:
+        """Returns how long the processes of the start had to wait for a CPU, from template to ranks."""
+        assert self._ranks is not None, "start comes first"
+        return self._ranks.starved_at_start_s()
 
     def running_ranks(self) -> list[int]:
         """Returns the global ranks of this node that are alive."""

@@ -132,6 +132,7 @@ class RemoteNode:
     poll = _remote(Node.poll)
     heartbeats = _remote(Node.heartbeats)
     gather_evidence = _remote(Node.gather_evidence)
+    starved_s = _remote(Node.starved_s)
     running_ranks = _remote(Node.running_ranks)
     kill_rank = _remote(Node.kill_rank)
     stop = _remote(Node.stop)

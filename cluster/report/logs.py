@@ -7,6 +7,9 @@ into older pieces and generations.
 A piece keeps its number. The file without a number is piece n + 1, where n is the highest number; reading
 checks that no rotation happened while the file was opened. Older pieces are read again as well: a child of
 the rank may still write there.
+
+A log is untrusted: what is not a regular file of the run folder is skipped, control characters are spelled
+out, and a line of more than MAX_LINE bytes is cut.
 """
 
 import contextlib
@@ -22,7 +25,9 @@ from typing import BinaryIO
 
 from ...train.record.process_log import older_pieces
 from ...train.record.redaction import redact, secret_values
+from ...train.record.untrusted import escaped, open_regular
 from ..job import read_status
+from .json_lines import MAX_LINE
 
 POLL_S = 0.4
 _BLOCK = 64 << 10
@@ -109,7 +114,7 @@ class _Log:
         """Returns whether nothing was written since the last call, for one `stat`."""
         try:
             found = self.path.stat()
-        except FileNotFoundError:
+        except OSError:  # not there, or a circle of links
             return False
         before, self.seen = self.seen, (found.st_ino, found.st_size)
         return self.seen == before
@@ -118,11 +123,11 @@ class _Log:
         """Yields a piece's whole new lines; keeps the start of one that continues in the next piece."""
         torn, self.torn = self.torn, b""
         file.seek(self.read[number])
-        for line in file:
+        while line := file.readline(MAX_LINE):
             if torn and self.read[number]:  # a late line in a piece whose successor was read
                 yield self._line(torn)
                 torn = b""
-            is_whole = line.endswith(b"\n")
+            is_whole = line.endswith(b"\n") or len(torn) + len(line) >= MAX_LINE
             if is_whole or is_over:
                 self.read[number] += len(line)
             if is_whole:
@@ -143,8 +148,8 @@ class _Log:
         self.num_known = max(self.num_known, number)
 
     def _line(self, line: bytes) -> LogLine:
-        text = redact(line.decode(errors="replace").rstrip("\n"), secrets=self.secrets)
-        return LogLine(self.generation, self.node, self.rank, text)
+        text = redact(line.decode(errors="replace").rstrip("\r\n"), secrets=self.secrets)
+        return LogLine(self.generation, self.node, self.rank, escaped(text))
 
     def keep_last(self, count: int) -> int:
         """Skips all but the last `count` lines; returns how many there are."""
@@ -176,9 +181,13 @@ def _last_lines(file: BinaryIO, count: int) -> tuple[int, int]:
 
 
 def _open(path: Path) -> BinaryIO | None:
+    """Opens a log; None if there is none, or only a link out of the run folder."""
+    run_dir = path.parents[3]  # RUN/logs/g001/node0/rank0.log
     try:
-        return open(path, "rb")
-    except FileNotFoundError:
+        if not path.resolve().is_relative_to(run_dir.resolve()):
+            return None
+        return open_regular(path)
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: a circle of links
         return None
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from ...train.record.process_log import older_pieces
+from ...train.record.untrusted import open_regular
 
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -68,8 +69,8 @@ def read_tail(path: Path, num_bytes: int) -> str:
 
 def _last_bytes(path: Path, count: int) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - count))
             return file.read(count)
-    except FileNotFoundError:
+    except OSError:
         return b""

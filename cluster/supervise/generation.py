@@ -107,6 +107,7 @@ class GenerationWatch:
         self.started = time.monotonic()
         self.stopping = False
         self.pausing = False
+        self.told_starved = False  # during the start
         self.rehearsed: RootCause | None = None
         self.ranks = RankWatcher(
             nodes,
@@ -167,9 +168,26 @@ class GenerationWatch:
         if cause := self.ranks.look():
             return Outcome("failed", cause, self.step)
         self.is_up |= self.ranks.all_have_started
-        if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
+        if not self.is_up and self.is_too_slow():
             return Outcome("failed", self.too_slow())
         return None
+
+    def is_too_slow(self) -> bool:
+        """Returns whether the start takes too long, not counting time without a CPU."""
+        seconds, limit_s = time.monotonic() - self.started, self.launch.start_timeout_s
+        if seconds <= limit_s:
+            return False
+        starved_s = max(node.starved_s() for node in self.nodes)
+        if seconds - starved_s > limit_s:
+            return True
+        if not self.told_starved:
+            self.told_starved = True
+            self.note(
+                f"the ranks have not started after {seconds:.0f} s, but had no CPU for "
+                f"{starved_s:.0f} s of them: check what else is running there",
+                starved={"seconds": round(starved_s, 1)},
+            )
+        return False
 
     def note(self, reason: str, **details: object) -> None:
         """Journals an event without changing the job's state."""

@@ -26,10 +26,9 @@ from ..job import (
     SCALE,
     THIS_MACHINE,
     JobError,
-    Journal,
     Launch,
-    current_submission,
     read_status,
+    submitted_to,
     write_atomically,
 )
 from ..nodes.provider import Capacity, NodeHandle, NodeProvider, NodesUnavailable
@@ -262,10 +261,10 @@ def request_scale(run_dir: Path, num_nodes: int) -> None:
             f"{run_dir}: the job has ended ({status.state}); continue it on {num_nodes} node(s) "
             f"with `moebius resume {run_dir} job.num_nodes={num_nodes}`"
         )
-    if _where(run_dir) == THIS_MACHINE:
+    if submitted_to(run_dir) == THIS_MACHINE:
         raise JobError(
             f"{run_dir}: the job runs on one machine without a cluster: stop it, then `moebius "
-            "resume` it on a cluster"
+            f"resume {run_dir} --address auto` continues it on a cluster"
         )
     if num_nodes < 1:
         raise JobError(f"a job needs at least 1 node, got {num_nodes}")
@@ -293,11 +292,6 @@ def scale_requested(run_dir: Path) -> ScaleRequest | None:
             f"{path} is damaged ({error}): remove it, and set the number of nodes (`moebius "
             f"resume {run_dir} job.num_nodes=N`, or `moebius scale {run_dir} N`)"
         ) from None
-
-
-def _where(run_dir: Path) -> str:
-    submitted = current_submission(Journal(run_dir).entries())[0]
-    return submitted.details.get("where", "")
 
 
 def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:

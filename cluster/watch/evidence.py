@@ -8,6 +8,7 @@ The evidence goes to one file per rank, logs/g001/stall/rank3.txt. Cost: about h
 WAIT_S if one does not.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -44,7 +45,6 @@ def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
         beats: contents of the pages, by rank.
         into: the folder of the files.
     """
-    into.mkdir(parents=True, exist_ok=True)
     asked = {rank: _Asked(page_of(folder, rank), beat) for rank, beat in beats.items()}
     deadline = time.monotonic() + WAIT_S
     waiting = list(asked.values())
@@ -54,8 +54,12 @@ def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
     found = []
     for rank, each in sorted(asked.items()):
         stacks, positions = each.stacks(), each.positions()
-        text = _describe(rank, each, stacks, positions)
-        (into / f"rank{rank}.txt").write_text(text, encoding="utf-8")
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk must not replace the cause that it is about
+            into.mkdir(parents=True, exist_ok=True)
+            text = _describe(rank, each, stacks, positions)
+            (into / f"rank{rank}.txt").write_text(text, encoding="utf-8")
         found.append(Evidence(rank, each.process, innermost_frame(stacks), positions))
     return found
 
@@ -84,12 +88,14 @@ class _Asked:
         self._size = self._before = _size(self._stacks)
         self._can_answer = self.process not in (GONE, *STOPPED)
         if self._can_answer:
-            self._calls.unlink(missing_ok=True)
-            page.with_suffix(".ask").touch()
             try:
+                self._calls.unlink(missing_ok=True)
+                page.with_suffix(".ask").touch()
                 os.kill(beat.pid, signal.SIGUSR1)
             except ProcessLookupError:
                 self.process, self._can_answer = GONE, False
+            except OSError:  # no room for the question
+                self._can_answer = False
 
     def has_answered(self) -> bool:
         """Returns whether the answers are complete: the stacks no longer grow."""
@@ -101,14 +107,17 @@ class _Asked:
         """Returns what faulthandler wrote after the signal."""
         try:
             return self._stacks.read_bytes()[self._before :].decode(errors="replace")
-        except FileNotFoundError:
+        except OSError:
             return ""
 
     def positions(self) -> list[dict[str, Any]] | None:
         """Returns the rank's progress in its groups; None without an answer."""
         if not self._can_answer or not self._calls.exists():
             return None
-        return json.loads(self._calls.read_text(encoding="utf-8"))
+        try:
+            return json.loads(self._calls.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
 
 def _size(path: Path) -> int:

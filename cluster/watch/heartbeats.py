@@ -52,9 +52,13 @@ class WatchedRanks:
         self.ranks = list(ranks)
         self._ready_ns: dict[int, int] = {}  # by process, as of the last look
         self._began_ns: dict[tuple[int, float], int] = {}  # at the look before a phase was seen
+        self._run_dir = ""
+        self._before_start_ns: dict[int, int] = {}  # by process that is older than this generation
 
-    def open(self) -> None:
+    def open(self, run_dir: str = "") -> None:
         """Makes the folder and removes those of this node's earlier generations."""
+        self._run_dir = run_dir
+        self._before_start_ns = {pid: _ready_without_cpu_ns(pid) for pid in processes.find(run_dir)}
         node = self.folder.name.partition("-g")[0]
         for older in self.folder.parent.glob(f"{node}-g*"):
             shutil.rmtree(older, ignore_errors=True)
@@ -78,6 +82,19 @@ class WatchedRanks:
         }
         self._ready_ns = ready_ns
         return [self._state_of(rank, beat) for rank, beat in beats.items()]
+
+    def starved_at_start_s(self) -> float:
+        """Returns how long this start's processes were ready but had no CPU.
+
+        Template, agent and ranks do their work one after another, so their times add up; those of ranks do not.
+        """
+        waited: dict[bool, list[int]] = {True: [0], False: []}
+        for pid, marks in processes.find(self._run_dir).items():
+            ready_ns = _ready_without_cpu_ns(pid) - self._before_start_ns.get(pid, 0)
+            is_rank = processes.RANK in marks
+            if not is_rank or int(marks[processes.RANK]) in self.ranks:
+                waited[is_rank].append(ready_ns)
+        return (sum(waited[False]) + max(waited[True])) / 1e9
 
     def beats(self) -> dict[int, Beat]:
         """Returns the contents of the pages, by rank."""

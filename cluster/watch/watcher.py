@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ...train.config.job_config import PhaseLimits
-from ..job import RootCause
+from ...train.record.untrusted import read_text
+from ..job import CONFIG, RootCause
 from ..nodes.provider import NodeHandle, NodeLost
 from .evidence import Evidence
 from .heartbeats import GONE, STOPPED, RankState
@@ -209,15 +210,15 @@ class _Questions:
 def read_limits(run_dir: Path) -> dict[str, float | None]:
     """Returns a run's `PhaseLimits` from its configuration, as plain values."""
     try:
-        saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["job"]["limits"]
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        saved = json.loads(read_text(run_dir / CONFIG) or "")["job"]["limits"]
+        return PhaseLimits.model_validate(saved).model_dump()
+    except (KeyError, TypeError, ValueError, RecursionError):
         return PhaseLimits().model_dump()  # an older run without them
-    return PhaseLimits.model_validate(saved).model_dump()
 
 
 def _evidence_of(node: NodeHandle) -> list[Evidence]:
-    """Returns a node's evidence; none if the node is lost meanwhile."""
+    """Returns a node's evidence; none if the node is lost meanwhile, or has no room for it."""
     try:
         return node.gather_evidence()
-    except NodeLost:
+    except (NodeLost, OSError):
         return []

@@ -7,7 +7,7 @@ import pytest
 from jobs import living
 
 from moebius.cluster import submit as submitting
-from moebius.cluster.job import JobStatus, Journal, State
+from moebius.cluster.job import THIS_MACHINE, JobStatus, Journal, State
 from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 
@@ -118,6 +118,32 @@ def test_resume_goes_on_with_the_stored_configuration(runs, moebius, submitted):
     assert submitted[1][1:] == (runs / "bad", None, False)
     assert moebius("resume", "runs/bad", "train.stepz=99").code == 2
     assert len(submitted) == 2
+
+
+def test_resume_continues_a_run_in_the_way_it_was_started(runs, moebius, submitted, monkeypatch):
+    """A run of `moebius train` needs no Ray, unless an address asks for it."""
+    here: list[tuple] = []
+
+    def train_here(config, run_dir):
+        here.append((config, run_dir))
+        return JobStatus(run_dir, State.FAILED)
+
+    monkeypatch.setattr("moebius.cluster.local.train_here", train_here)
+    stored = resolve("smoke", ["train.steps=77"], RECIPES)
+    run = runs / "bad"
+    details = {"where": THIS_MACHINE}
+    Journal(run).append(State.SUBMITTED, generation=0, reason="", details=details)
+    Journal(run).append(State.FAILED, generation=1, reason="")
+    stored.save(run / "config.json")
+    assert moebius("resume", run).code == 1
+    assert (here, submitted) == ([(stored, run)], [])
+    assert moebius("resume", run, "--address", "auto").code == 0
+    assert moebius("resume", run, "--detach").code == 0
+    assert (len(here), len(submitted)) == (1, 2)
+    Journal(run).append(State.SUBMITTED, generation=1, reason="", details={"where": "auto"})
+    Journal(run).append(State.FAILED, generation=2, reason="")
+    moebius("resume", run)
+    assert (len(here), len(submitted)) == (1, 3)
 
 
 def test_resume_of_what_is_finished_running_or_nothing(runs, moebius, submitted):

@@ -25,6 +25,7 @@ class PretendedNode:
         self.assignments: list[Assignment] = []
         self.runs: list[int] = []  # generation and node rank
         self.stuck = ""
+        self.starved = 0.0
         self.is_released = False
 
     def describe(self) -> dict[str, Any]:
@@ -52,6 +53,9 @@ class PretendedNode:
 
     def gather_evidence(self) -> list[Evidence]:
         return []
+
+    def starved_s(self) -> float:
+        return self.starved
 
     def unreachable(self, others: Any) -> list[int]:
         return []
@@ -94,6 +98,12 @@ def live(run_dir: Path, *script: Act, **values: Any) -> tuple[JobStatus, Pretend
 
 def states(run_dir: Path) -> list[str]:
     return [entry.state.value for entry in Journal(run_dir).entries()]
+
+
+def in_turn(*acts: Act) -> Act:
+    """Returns an act that does another thing at each look."""
+    looks = iter(acts)
+    return lambda run_dir: next(looks)(run_dir)
 
 
 def failed(error: str = "ValueError: bad", *, exit_code: int = 1) -> AgentReport:

@@ -1,10 +1,12 @@
 """Tests the logs of a run's ranks as one stream over all generations."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from moebius.cluster.job import Journal, State
+from moebius.cluster.report import logs
 from moebius.cluster.report.logs import follow_logs
 
 
@@ -151,3 +153,34 @@ def test_secrets_in_logs_are_not_shown(tmp_path, monkeypatch):
     write_log(tmp_path, 1, 0, "rank0", "opensesame\ns3://me:hunter2@bucket\nplain\n")
     texts = [line.text for line in follow_logs(tmp_path)]
     assert texts == ["***", "s3://***@bucket", "plain"]
+
+
+def test_what_a_log_says_cannot_move_the_terminal_s_cursor(tmp_path):
+    write_log(tmp_path, 1, 0, "rank0", "a\x1b]0;title\x07b\tc\r\nd\u202ee\n")
+    assert lines(tmp_path) == [
+        "[g1 rank0] a\\x1b]0;title\\x07b\tc",
+        "[g1 rank0] d\\u202ee",
+    ]
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "pipe", "endless", "circle"])
+def test_only_regular_files_of_the_run_folder_are_logs(tmp_path, how):
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    (other / "rank1.log").write_text("secret\n")
+    write_log(run_dir, 1, 0, "rank0", "mine\n")
+    log = run_dir / "logs/g001/node0/rank1.log"
+    if how == "folder":
+        (run_dir / "logs/g001/node1").symlink_to(other)
+    elif how == "pipe":
+        os.mkfifo(log)
+    else:
+        log.symlink_to({"file": other / "rank1.log", "endless": "/dev/zero", "circle": log}[how])
+    assert lines(run_dir) == ["[g1 rank0] mine"]
+    assert lines(run_dir, tail=5) == ["[g1 rank0] mine"]
+
+
+def test_a_line_without_an_end_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_LINE", 10)
+    write_log(tmp_path, 1, 0, "rank0", "x" * 25 + "\nend\n")
+    assert [len(line) - len("[g1 rank0] ") for line in lines(tmp_path)] == [10, 10, 5, 3]

@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from moebius.cluster.local import train_here
 from moebius.cluster.nodes.assignment import AgentReport
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
 from moebius.cluster.supervise.job_supervisor import supervise
-from tests.cluster.pretended import OK, Act, PretendedNode, failed, live, makes_steps
+from tests.cluster.pretended import OK, PretendedNode, failed, in_turn, live, makes_steps
 
 STEPS = 5
 CONFIG = json.dumps({"train": {"steps": STEPS}, "job": {}})
@@ -98,12 +98,6 @@ def damages(damage: Callable[[Path, str], None], run_dir: Path, name: str) -> No
 def ends_well(run_dir: Path) -> AgentReport:
     (run_dir / "result.json").write_text(OURS["result.json"])
     return OK
-
-
-def in_turn(*acts: Act) -> Act:
-    """Returns an act that does another thing at each look."""
-    looks: Iterator[Act] = iter(acts)
-    return lambda run_dir: next(looks)(run_dir)
 
 
 def waits(run_dir: Path) -> None:
@@ -238,6 +232,18 @@ def test_a_report_counts_for_its_own_node_and_generation_only(tmp_path):
         (own / "report.json").write_text(text)
         assert AgentReport.load(own) is None
     assert AgentReport.load(tmp_path) is None
+
+
+def test_a_full_disk_hides_no_report(tmp_path):
+    """The report of a killed rank reaches the supervisor through the machine's memory."""
+    log_dir, memory = tmp_path / "full", tmp_path / "memory"
+    memory.mkdir()
+    report = failed("ValueError: of rank 0")
+    with pytest.raises(OSError, match="No such file"):
+        report.save(log_dir)
+    report.save(log_dir, otherwise=memory)
+    assert AgentReport.load(memory, of=log_dir) == report
+    assert AgentReport.load(memory) is None
 
 
 def test_a_job_that_others_have_taken_over_is_no_success(tmp_path, monkeypatch):

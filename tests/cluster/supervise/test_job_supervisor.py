@@ -30,6 +30,7 @@ from tests.cluster.pretended import (
     failed,
     fails,
     finishes,
+    in_turn,
     live,
     makes_steps,
     raises,
@@ -156,6 +157,18 @@ def test_how_a_job_ends(tmp_path, ending):
     assert [each.generation for each in node.assignments] == [*range(1, generations + 1)]
     assert status.exit_code == {State.FAILED: 1, State.PREEMPTED: 75}.get(state, 0)
     assert len({each.master_port for each in node.assignments}) == generations
+
+
+def test_a_start_without_a_cpu_is_excused(tmp_path):
+    """It is charged to nothing, and the journal tells it once."""
+    node = PretendedNode(tmp_path, [in_turn(*[waits] * 100, makes_steps(5, then=finishes))])
+    node.starved = 1e6
+    launch = Launch(str(tmp_path), start_timeout_s=0.01, max_restarts=0)
+    begin_submission(launch)
+    supervise(launch, node)
+    assert read_status(tmp_path).state is State.SUCCEEDED
+    told = [entry for entry in Journal(tmp_path).entries() if "had no CPU for" in entry.reason]
+    assert len(told) == 1
 
 
 def test_the_root_cause_is_that_of_the_last_failure(tmp_path):

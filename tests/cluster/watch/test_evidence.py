@@ -79,3 +79,13 @@ def test_what_a_rank_answers_and_that_another_does_not(ranks, tmp_path, monkeypa
     assert "in clip_gradients" in text
     assert "of another time" not in text
     assert "no answer" in (tmp_path / "stall" / "rank1.txt").read_text()
+
+
+def test_a_full_disk_hides_no_evidence(ranks, tmp_path):
+    """The files cannot be written, but what is known goes into the journal."""
+    (tmp_path / "stall").write_text("in the way of the folder")
+    for rank in ranks:
+        page_of(tmp_path, rank).with_suffix(".calls").mkdir()  # nor can the question be asked
+    found = gather(tmp_path, ranks, tmp_path / "stall" / "deeper")
+    assert [each.rank for each in found] == [0, 1]
+    assert all(each.positions is None for each in found)

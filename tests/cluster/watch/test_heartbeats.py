@@ -168,3 +168,16 @@ def test_what_killed_nodes_have_left_is_swept_and_nothing_else(tmp_path):
     }
     heartbeats.sweep(tmp_path)
     assert own.folder.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_time_without_a_cpu_at_a_start_adds_up_from_template_to_ranks(tmp_path, monkeypatch):
+    marks = {1: {}, 2: {}, 3: {"RANK": "0"}, 4: {"RANK": "1"}, 5: {"RANK": "9"}}
+    ready_s = {1: 10.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 500.0}
+    monkeypatch.setattr(heartbeats.processes, "find", lambda run_dir: {1: {}})
+    monkeypatch.setattr(heartbeats, "_ready_without_cpu_ns", lambda pid: int(ready_s[pid] * 1e9))
+    ranks = WatchedRanks(tmp_path / "run-node0-g001", range(2))
+    ranks.open(str(tmp_path))
+    monkeypatch.setattr(heartbeats.processes, "find", lambda run_dir: marks)
+    ready_s[1] = 11.0  # only what was waited since the generation began
+    assert ranks.starved_at_start_s() == pytest.approx(1.0 + 2.0 + 4.0)
