@@ -27,6 +27,7 @@ from .. import __version__
 from ..own_parts import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
+from ..train.optim import schedule_notes
 from ..train.record.run_folder import open_run
 from .job import (
     SIMULATED,
@@ -93,7 +94,12 @@ def open_folder(config: Config, run_dir: Path, console: Console) -> None:
     """
     refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
     config.import_parts()
+    saved, steps_before = run_dir / "config.json", None
+    if saved.is_file():
+        steps_before = Config.load(saved).train.steps
     open_run(config, run_dir)
+    for note in schedule_notes(config.optim, config.train.steps, steps_before):
+        console.print(Text(note, style="yellow"))
 
 
 def begin_job(launch: Launch) -> None:

@@ -26,7 +26,7 @@ def main() -> None:
         "own_text",
         prepare={"input": options.text, "validation_fraction": 0.05},
         train={"steps": options.steps, "eval_every": 100},
-        optim={"warmup_steps": 20, "decay_steps": options.steps},
+        optim={"warmup_steps": 20},
         job={"ranks_per_node": 1},
     )
     status = moebius.fit(config, options.run_dir)

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bytes_run import prepare_bytes
 from parts import make_config
+from torch import Tensor
+from trained import column, different, newest_state, run_training
 from world import run_ranks
 
 import moebius
+from moebius.distributed.checkpoint.format import find_checkpoint, read_meta
 from moebius.distributed.process.agreement import AgreementError
 from moebius.evaluation.zero_shot import chosen_tasks
 from moebius.export.hf.model_folder import check_promises
@@ -23,6 +27,7 @@ from moebius.own_parts import FOLDER, OwnPartError
 from moebius.train.config.reference import commented
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.loop import train
+from moebius.train.metrics.spikes import StepJudge
 
 PARTS = """
 import torch
@@ -61,6 +66,50 @@ def adamw(named_parameters, config):
 
 def adafactor(named_parameters, config):
     return torch.optim.Adafactor([parameter for _, parameter in named_parameters])
+
+class Everything(torch.optim.Optimizer):
+    # state that starts as a copy of the weights, numbers in groups, and steps counted from 1
+    def __init__(self, groups):
+        super().__init__(groups, {"distance": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        moved = torch.zeros(())
+        for group in self.param_groups:
+            group.setdefault("calls", 0)
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(z=p.clone(), average=p.clone(), step=1)
+                moved += (p.grad * (state["z"] - p)).sum().abs() + p.grad.abs().max()
+        torch.distributed.all_reduce(moved)
+        for group in self.param_groups:
+            group["calls"] += 1
+            group["distance"] = max(group["distance"], moved.item() / group["calls"])
+            for p in group["params"]:
+                state = self.state[p]
+                rate = group["lr"] * min(group["distance"], 1) / state["step"] ** 0.5
+                state["z"].sub_(rate * p.grad)
+                p.lerp_(state["z"], 1 / group["calls"])
+                state["average"].lerp_(p, 0.5)
+                state["step"] += 1
+
+def everything(named_parameters, config):
+    [(_, embedding), *others] = named_parameters
+    frozen = {"params": [embedding], "lr": 0.0}
+    rest = [parameter for _, parameter in others]
+    return Everything([frozen, {"params": rest, "lr": 2 * config.learning_rate}])
+
+def in_a_tensor(named_parameters, config):
+    rate = torch.tensor(config.learning_rate)
+    return torch.optim.AdamW([p for _, p in named_parameters], lr=rate, foreach=False)
+
+class Elsewhere(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["all"] = 1
+
+def elsewhere(named_parameters, config):
+    return Elsewhere([parameter for _, parameter in named_parameters])
 
 def forgetful(named_parameters, config):
     return torch.optim.SGD([parameter for _, parameter in named_parameters[1:]])
@@ -184,9 +233,60 @@ def test_a_run_with_own_parts_resumes_bit_for_bit(
     assert [line["learning_rate"] for line in records if line["kind"] == "train"] == [0.05] * 4
 
 
+def test_an_own_optimizers_groups_rates_and_state_are_its_own(
+    folder: Path, shards: Path, tmp_path: Path
+) -> None:
+    def run(name: str, steps: int) -> dict[str, Tensor]:
+        config = make_config(
+            shards,
+            optim={"kind": "parts_of_a_test:everything", "learning_rate": 0.05, "decay_steps": 4},
+            train__steps=steps,
+            mesh__ep=2,
+        )
+        run_ranks(run_training, 2, config, tmp_path / name, environment={FOLDER: str(folder)})
+        return newest_state(tmp_path / name)
+
+    whole, half = run("whole", 4), run("halves", 2)
+    resumed = run("halves", 4)
+    assert not different(whole, resumed)
+    assert column(tmp_path / "halves") == column(tmp_path / "whole")
+    for moment in ("z", "average"):  # of the frozen group
+        assert torch.equal(whole[f"optimizer.{moment}.embedding"], half["model.embedding"])
+    changed = [name for name in different(half, whole) if name.startswith("model.")]
+    assert "model.embedding" not in changed
+    assert len(changed) > 10
+    meta = read_meta(find_checkpoint(tmp_path / "whole", None)).meta
+    assert [group["calls"] for group in meta["groups"]] == [4, 4]
+    assert meta["groups"][1]["distance"] > 1e-3
+
+
+def test_a_run_whose_first_updates_were_skipped_resumes(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(steps: int) -> Config:
+        return make_config(shards, optim={"kind": "parts_of_a_test:everything"}, train__steps=steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepJudge, "why_skipped", lambda *given: ("no targets", None))
+        trained(config(2), tmp_path / "run")
+    assert not any(name.startswith("optimizer.") for name in newest_state(tmp_path / "run"))
+    trained(config(4), tmp_path / "run")
+    meta = read_meta(find_checkpoint(tmp_path / "run", None)).meta
+    assert meta["progress"]["updates"] == 2
+    assert meta["groups"][0]["calls"] == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"optim__kind": "parts_of_a_test:in_a_tensor"},
+            "AdamW keeps the tensor 'lr' in a group: keep a number there",
+        ),
+        (
+            {"optim__kind": "parts_of_a_test:elsewhere"},
+            "Elsewhere keeps state under 1 other keys than parameters",
+        ),
         (
             {"optim__kind": "no_such_module:f"},
             r"optim.kind: there is no module 'no_such_module': start from .*\(this is .*own\)",

@@ -38,11 +38,11 @@ from .micro_batches import (
     draws_of,
     split_batch,
 )
-from .optim import learning_rate_at
+from .optim import learning_rate_at, set_rates
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
 from .run import Run, StepResult, assemble, resume
-from .state import seed_micro_batch
+from .state import check_state, seed_micro_batch
 
 
 def train(config: Config, run_dir: Path) -> str:
@@ -84,14 +84,14 @@ def train_steps(run: Run) -> str:
     Returns:
         "finished" after the last step; "stopped" after an earlier stop request.
     """
-    config = run.config
+    config, optim = run.config, run.config.optim.over(run.config.train.steps)
     if run.progress.step == 0:
         evaluate_run(run)
     run.restart_clock()
     stopped = False
     while run.progress.step < config.train.steps and not stopped:
         batch = next_batch(run)
-        rate = learning_rate_at(config.optim, run.progress.step)
+        rate = learning_rate_at(optim, run.progress.step)
         run.heartbeat.begin_step(run.progress.step + 1)
         result = step(run, batch, rate, data_ready=run.loader.ready)
         run.heartbeat.end_step(own_s=result.own_s)
@@ -189,9 +189,10 @@ def update_weights(
     config = run.config
     carried = meter.reduce_carried()  # for routers that learn without a gradient
     if skipped is None:
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(run.optimizer, rate, peak=config.optim.learning_rate)
         run.optimizer.step()
+        if not run.progress.updates:
+            check_state(run.model, run.optimizer)
         run.model.after_step(run.progress.step, carried)
     run.progress = run.progress.after_step(
         samples=batch.first_sample + config.train.global_batch,

@@ -54,8 +54,9 @@ class OptimConfig(BaseModel):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
 
-    decay_steps: PositiveInt = 100_000
-    """Half period of the cosine, counted from the end of the warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Half period of the cosine, counted from the end of the warm-up; none: what is left of
+    `train.steps`."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
@@ -71,6 +72,43 @@ class OptimConfig(BaseModel):
 
     clip_norm: float = Field(default=0.25, gt=0)
     """Largest global norm of the gradient, over all parameters of all ranks."""
+
+    def over(self, steps: int) -> "OptimConfig":
+        """Returns the settings of a run of so many steps, in which `decay_steps` is a number."""
+        rest = max(1, steps - self.warmup_steps)
+        return self.model_copy(update={"decay_steps": self.decay_steps or rest})
+
+
+def schedule_notes(config: OptimConfig, steps: int, steps_before: int | None = None) -> list[str]:
+    """Returns how the cosine differs from one that ends with the run, in at most one line.
+
+    Args:
+        config: the settings.
+        steps: of the run.
+        steps_before: what a run that is continued said; None: a new run.
+    """
+    if config.schedule != "cosine":
+        return []
+    ends = config.warmup_steps + (config.decay_steps or 0)
+    last = f"the last step's rate is {cosine_rate(config.over(steps), steps - 1):.3g}"
+    if config.warmup_steps > steps:
+        return [
+            f"optim.warmup_steps={config.warmup_steps} is more than train.steps={steps}: {last}"
+        ]
+    if config.decay_steps is None:
+        if steps_before in (None, steps):
+            return []
+        return [
+            f"train.steps={steps_before} became {steps}: the cosine ends with the run, so the rate "
+            "of the next step differs; to keep the former one, set "
+            f"optim.decay_steps={config.over(steps_before or steps).decay_steps}"
+        ]
+    if steps <= ends <= 2 * steps:
+        return []
+    return [
+        f"optim.decay_steps={config.decay_steps} ends the cosine at step {ends}, and train.steps="
+        f"{steps}: {last}; optim.decay_steps=none ends it with the run"
+    ]
 
 
 def learning_rate_at(config: OptimConfig, step: int) -> float:
@@ -96,6 +134,7 @@ def cosine_rate(config: OptimConfig, step: int) -> float:
     final_fraction·peak.
     """
     peak, floor = config.learning_rate, config.final_fraction
+    assert config.decay_steps is not None, "a run's settings come from `over`"
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     progress = min((step - config.warmup_steps) / config.decay_steps, 1.0)
@@ -121,7 +160,32 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
             f"optim.kind: {config.kind} leaves out {len(left_out)} of {len(named)} parameters, "
             f"for example {left_out[0]}: give every parameter a group, with lr=0 to freeze it"
         )
+    for group in optimizer.param_groups:
+        group["initial"] = _numbers(group)
     return optimizer
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rate: float, *, peak: float) -> None:
+    """Scales the rate that every group was built with by rate / peak."""
+    for group in optimizer.param_groups:
+        if "lr" in group["initial"]:
+            group["lr"] = rate * (group["initial"]["lr"] / peak)
+
+
+def changed_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Returns the numbers of every group, except its rate, that differ from those at the start."""
+    return [
+        {
+            name: value
+            for name, value in _numbers(group).items()
+            if name != "lr" and value != group["initial"].get(name)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in group.items() if isinstance(value, int | float)}
 
 
 def make_optimizer(

@@ -36,48 +36,79 @@ class TrainingProgress:
         return asdict(self)
 
 
-def allocate_moments(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-    """Allocates the optimizer's state before the first step, so that saving and loading know every
-    tensor.
+def allocate_moments(model: Transformer, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Makes the optimizer allocate its state, whose values a checkpoint then replaces.
 
-    It runs one step without gradients at rate 0 and zeroes the resulting state.
+    A new run does not need it: its optimizer makes its own state in the first step. Here one step
+    without gradients at rate 0 does, its groups stay as they are, and its counts of steps become
+    those after `updates` steps.
 
     Raises:
         OwnPartError: the optimizer keeps something that a checkpoint cannot hold.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        for key, value in state.items():
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(before)
+    check_state(model, optimizer)
+    for parameter in model.parameters():
+        if (step := optimizer.state[parameter].get("step")) is not None:
+            optimizer.state[parameter]["step"] = step + (updates - 1)
+
+
+def check_state(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+    """Checks that a checkpoint can hold all that the optimizer keeps.
+
+    Raises:
+        OwnPartError: it keeps something other than tensors of a parameter's shape, and numbers in
+            its groups.
+    """
+    kind, state = f"optim.kind: {type(optimizer).__name__}", optimizer.state
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                raise OwnPartError(
+                    f"{kind} keeps the tensor {key!r} in a group: keep a number there"
+                )
+    named = list(model.named_parameters())
+    if others := len(state.keys() - {parameter for _, parameter in named}):
+        raise OwnPartError(
+            f"{kind} keeps state under {others} other keys than parameters: keep numbers in its "
+            "groups, and tensors of a parameter's own shape under the parameter"
+        )
+    for name, parameter in named:
+        for key, value in state[parameter].items():
             if key == "step" or value is None:
                 continue
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise OwnPartError(
-                    f"optim.kind: {type(optimizer).__name__} keeps {key!r} ({shape}) for {name} of "
-                    f"shape {tuple(parameter.shape)}: checkpoints hold tensors of a parameter's own "
-                    "shape, and the number of steps as 'step'"
+                    f"{kind} keeps {key!r} ({shape}) for {name} of shape {tuple(parameter.shape)}: "
+                    "checkpoints hold tensors of a parameter's own shape, the number of steps as "
+                    "'step', and numbers in groups"
                 )
-            value.zero_()
-    set_updates(model, optimizer, 0)
 
 
-def set_updates(model: Transformer, optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Sets the optimizer's step count, which AdamW's bias correction reads."""
-    for parameter in model.parameters():
-        step = optimizer.state[parameter].get("step")
-        if isinstance(step, Tensor):
-            step.fill_(float(updates))
-        elif step is not None:
-            optimizer.state[parameter]["step"] = type(step)(updates)
+def restore_numbers(optimizer: torch.optim.Optimizer, saved: list[dict[str, float]]) -> None:
+    """Sets the numbers that the groups had at a checkpoint (`changed_numbers`).
+
+    Raises:
+        OwnPartError: the optimizer has another number of groups.
+    """
+    groups = optimizer.param_groups
+    if len(groups) != len(saved):
+        raise OwnPartError(
+            f"optim.kind: the checkpoint has numbers of {len(saved)} groups, and "
+            f"{type(optimizer).__name__} makes {len(groups)}: make the same groups on every layout"
+        )
+    for group, numbers in zip(groups, saved, strict=True):
+        group.update(numbers)
 
 
 def state_tensors(

@@ -111,7 +111,7 @@ def test_an_imported_run_is_trained_exported_and_written_with(
     import_published(file, tmp_path / "out", config)
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optim, model.named_parameters())
-    allocate_moments(model, optimizer)
+    allocate_moments(model, optimizer, 0)
     for state in optimizer.state.values():
         state["exp_avg"].fill_(7)
     meta = load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
@@ -157,7 +157,7 @@ def test_a_run_that_stores_bfloat16_gets_bfloat16(
     model = Transformer(config.model)
     store_in(model, torch.bfloat16)
     optimizer = make_optimizer(config.optim, model.named_parameters())
-    allocate_moments(model, optimizer)
+    allocate_moments(model, optimizer, 0)
     load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
 
 

@@ -234,7 +234,7 @@ def _config(name: str, sizes: dict[str, Any]) -> Config:
         model=ModelConfig.from_dotted(_COMMON | sizes),
         data=DataConfig(seq_len=128),
         prepare=PrepareConfig(vocab_size=4096, validation_fraction=0.05),
-        optim=OptimConfig(learning_rate=1e-3, warmup_steps=40, decay_steps=360, clip_norm=1.0),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=40, clip_norm=1.0),
         train=TrainConfig(
             steps=400, global_batch=32, micro_batch=8, log_every=4, eval_every=100, eval_rows=256
         ),

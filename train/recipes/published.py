@@ -77,6 +77,7 @@ def _moeut_run(name: str, common: dict[str, Any], sizes: dict[str, Any]) -> Conf
         prepare=PrepareConfig(vocab_size=8000),
         optim=OptimConfig(
             warmup_steps=0 if small else 4000,
+            decay_steps=None if small else 100_000,  # the last rate is a little above the floor
             clip_norm=0.1 if small else 0.25,
         ),
         train=TrainConfig(
@@ -143,7 +144,6 @@ def _mixture(
         optim=OptimConfig(
             learning_rate=rate,
             warmup_steps=warmup,
-            decay_steps=steps - warmup,
             clip_norm=0.5,
             weight_decay=0.1,
         ),

@@ -36,7 +36,7 @@ def smoke() -> Config:
         data=DataConfig(seq_len=128),
         prepare=PrepareConfig(vocab_size=4096, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
-        optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=160, clip_norm=1.0),
+        optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, clip_norm=1.0),
         train=TrainConfig(
             steps=160,
             global_batch=16,
@@ -67,7 +67,7 @@ def own_text() -> Config:
         ),
         data=DataConfig(seq_len=256),
         prepare=PrepareConfig(input=(OWN_TEXTS,), vocab_size=8000),
-        optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=200),
         train=TrainConfig(steps=3000, global_batch=8, micro_batch=4, eval_every=250, eval_rows=256),
         checkpoint=CheckpointConfig(every=250, keep_last=2),
         job=JobConfig(name="own_text", ranks_per_node=2),

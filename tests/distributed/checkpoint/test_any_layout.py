@@ -97,7 +97,7 @@ def built(name: str, process: Process, seed: int) -> tuple[Mesh, Transformer, An
     mesh = build_mesh(plan_layout(config, process.world_size), process)
     model = model_on(mesh, MODELS[model_name], seed=seed, sharding=config.sharding)
     optimizer = make_optimizer(OptimConfig(), model.named_parameters())
-    allocate_moments(model, optimizer)
+    allocate_moments(model, optimizer, 0)
     return mesh, model, optimizer
 
 

@@ -54,7 +54,7 @@ def there_and_back(ep: int) -> list[str]:
         whole = Transformer(MODEL)
         initialise(whole, 5)
         optimizer = torch.optim.AdamW(model.parameters())
-        allocate_moments(model, optimizer)
+        allocate_moments(model, optimizer, 0)
         for parameter in model.parameters():  # moments that tell which weight they belong to
             optimizer.state[parameter]["exp_avg"].copy_(parameter.detach() + 1)
             optimizer.state[parameter]["exp_avg_sq"].copy_(parameter.detach() * 2)
