@@ -113,6 +113,15 @@ class DataConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_replicas(self) -> "DataConfig":
+        if self.replicas and self.when_corrupt == "fail":
+            raise ValueError(
+                "data.replicas are never read with data.when_corrupt=fail: set "
+                "data.when_corrupt=refetch or skip"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_targets(self) -> "DataConfig":
         if self.targets == "paired" and self.seq_len % 2:
             raise ValueError(

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
+from ..manifest import is_prepared
 from .token_store import TokenBatch, TokenStore
 
 logger = logging.getLogger(__name__)
@@ -243,6 +244,11 @@ class BatchFetcher:
 
 def open_fetcher(data: DataConfig, skipped: SkipList | None = None) -> BatchFetcher:
     """Returns a fetcher with the configuration's policy for damaged batches."""
+    for folder in data.replicas:
+        if not is_prepared(folder):
+            logger.warning(
+                "data.replicas: %s holds no prepared data, so it can repair none", folder
+            )
     return BatchFetcher(
         data.when_corrupt, replicas=[Path(folder) for folder in data.replicas], skipped=skipped
     )

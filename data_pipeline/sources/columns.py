@@ -187,6 +187,8 @@ def _columns(url: str, schema: pa.Schema, rules: RecordRules) -> list[str]:
 
 def _check_column(url: str, schema: pa.Schema, name: str, rules: RecordRules) -> None:
     texts = [field.name for field in schema if _held(field.type) in _TEXTS]
+    if (same := schema.names.count(name)) > 1:
+        raise InputError(f"{url}: {same} columns are called {name!r}: give them different names")
     if name not in schema.names:
         raise InputError(
             f"{url}: no column {name!r}; {rules.advice(name, schema.names, texts, 'columns')}"

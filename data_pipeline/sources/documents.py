@@ -29,7 +29,8 @@ class InputSplit:
     @property
     def file_name(self) -> str:
         """Returns the file's name without folders, the default origin of its documents."""
-        return self.url.rsplit("/", 1)[-1]
+        name = self.url.rsplit("/", 1)[-1]
+        return name.encode(errors="backslashreplace").decode()  # a disk's names need not be Unicode
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ Every failure is an `InputError` that names the file and the remedy. Transient n
 retried (`retries`, `remote`).
 """
 
+import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -113,7 +114,8 @@ def _found_files(
         paths = [one for one in matched if fs.isfile(one)]
         if len(matched) == 1:  # a folder, too
             paths = matched
-        left_out += Counter(folders=len(matched) - len(paths))
+        if "**" not in path:  # which matches what is in them, too
+            left_out += Counter(folders=len(matched) - len(paths))
     if not paths:
         raise InputError(_nothing_there(pattern, left_out["folders"]))
     if len(paths) == 1 and fs.isdir(paths[0]):
@@ -149,6 +151,8 @@ def _readable_files(
         parts = path.removeprefix(prefix).split("/")
         if any(part.startswith(".") for part in parts):
             left_out["hidden"] += 1
+        elif _is_local(fs) and os.path.isdir(path):
+            left_out["links to folders"] += 1
         elif parts[-1].partition(".")[0].lower() in _DESCRIPTIONS:
             left_out[parts[-1]] += 1
         elif can_read(path):
@@ -185,6 +189,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _size(fs: Any, path: str, url: str) -> int:
+    if _is_local(fs) and os.path.islink(path) and not os.path.exists(path):
+        raise InputError(
+            f"{url} is a link to a file that does not exist: restore it, or remove the link"
+        )
     size = fs.info(path)["size"]
     if size is None:
         raise InputError(

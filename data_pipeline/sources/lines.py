@@ -107,10 +107,12 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
     except UnicodeDecodeError as error:
         if drop_faults:
             return shown(line.data), NOT_UTF8
+        is_utf16 = line.offset == 0 and line.data.startswith((b"\xff\xfe", b"\xfe\xff"))
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
-            f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > "
-            "NEW; or drop such documents with prepare.encoding_faults=drop"
+            f"{error.reason}). Convert the file first, for example: iconv -f "
+            f"{'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 OLD > NEW; or drop such documents with "
+            "prepare.encoding_faults=drop"
         ) from error
     return text.removeprefix("\ufeff"), ""  # a byte order mark, also of files that were joined
 

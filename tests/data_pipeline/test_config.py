@@ -114,6 +114,7 @@ def _stages(*starts: int, **weights: Any) -> dict[str, Any]:
         (_stages(5, web="nan"), "stages.0"),
         ({"targets": "paired", "seq_len": 33}, "set data.seq_len=34"),
         ({"sequence_length": 3}, "sequence_length"),
+        ({"replicas": ["copies"]}, "never read with data.when_corrupt=fail"),
     ],
 )
 def test_impossible_ways_of_reading_are_refused(values: dict[str, Any], message: str) -> None:

@@ -316,5 +316,6 @@ def test_a_folder_of_which_nothing_is_left_can_be_used_again(tmp_path, tokenizer
             ):
                 prepare(config, tmp_path / "d")
             assert not list((tmp_path / "d").glob("manifest-*")), "nothing that a reader refuses"
-    assert prepare(config, tmp_path / "d").complete
-    assert not prepare(config, tmp_path / "d").completion.quarantined
+    completion = prepare(config, tmp_path / "d").completion
+    assert completion is not None
+    assert not completion.quarantined

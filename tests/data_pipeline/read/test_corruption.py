@@ -96,6 +96,7 @@ def test_a_replica_heals_and_nobody_notices(made, intact, tmp_path, damage, pack
         when_corrupt="refetch", replicas=("/nowhere", str(intact.folder)), packing=packing
     )
     expected = run(data)  # also makes the plans
+    assert "data.replicas: /nowhere holds no prepared data" in caplog.text
     DAMAGES[damage][0](made)
     with caplog.at_level(logging.WARNING):
         assert run(data, num_ranks=2) == expected

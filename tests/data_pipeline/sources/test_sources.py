@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 
 import fsspec
 import pyarrow as pa
@@ -204,6 +205,12 @@ def _parquet(**columns) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def _twice(name: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=[name, name]), sink)
+    return sink.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -213,7 +220,11 @@ def _parquet(**columns) -> bytes:
             r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv",
         ),
         ("a.txt", b"one\ntwo \xe4\xf6\n", r"a.txt, byte 8, line 2: not UTF-8 \(byte 0xe4"),
-        ("a.txt", "utf-16".encode("utf-16"), r"a.txt, byte 0, line 1: not UTF-8 \(byte 0xff"),
+        (
+            "a.txt",
+            "utf-16".encode("utf-16"),
+            r"a.txt, byte 0, line 1: not UTF-8.*-f UTF-16 -t UTF-8",
+        ),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"txt": "b"}\n',
@@ -240,6 +251,11 @@ def _parquet(**columns) -> bytes:
         ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
         ("a.parquet", _parquet(body=["a"]), "no column 'text'; its columns are 'body'"),
         ("a.parquet", _parquet(text=[1]), "holds int64"),
+        (
+            "a.parquet",
+            _twice("text"),
+            "a.parquet: 2 columns are called 'text': give them different",
+        ),
         ("a.txt", b"fine\n" * 100 + b"b\xffd\n", r"a.txt, byte 501: not UTF-8"),
         (
             "a.jsonl.zst",
@@ -373,3 +389,24 @@ def test_a_format_is_forced(tmp_path):
     assert _read(tmp_path, format="jsonl")[0] == ["x", "y"]
     assert PrepareConfig().spec_hash != PrepareConfig(format="txt").spec_hash
     assert "format" not in str(PrepareConfig().spec), "folders made before it remain valid"
+
+
+def test_links_are_followed_to_files_and_counted_if_to_folders(tmp_path):
+    for folder in ("in", "beside"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(_lines([folder]))
+    (tmp_path / "in" / "b.jsonl").symlink_to(tmp_path / "beside" / "a.jsonl")
+    (tmp_path / "in" / "more.jsonl").symlink_to(tmp_path / "beside")
+    assert _read(tmp_path / "in")[0] == ["in", "beside"]
+    said = []
+    plan_splits(PrepareConfig(input=(str(tmp_path / "in"),)), said.append)
+    assert "1 of 3 left out: 1 links to folders" in said[0]
+    (tmp_path / "in" / "c.jsonl").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"in/c.jsonl is a link to a file that does not exist"):
+        _read(tmp_path / "in")
+
+
+def test_a_file_may_have_a_name_that_is_no_unicode(tmp_path):
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    (tmp_path / name).write_bytes(_lines(["x"]))
+    assert _read(tmp_path) == (["x"], [r"caf\udce9.jsonl"], 1)
