@@ -1,6 +1,6 @@
 """Builds, trains and queries models: the half of `import moebius` that needs torch.
 
-    config = moebius.recipe("smoke", "job.num_nodes=1", "mesh.dp_replicate=1")
+    config = moebius.recipe("smoke", "job.rehearse_failure_at_step=none")   # 4 ranks
     model = moebius.build(config)          # untrained, in this process
     moebius.fit(config, "runs/mine")       # prepares the data, starts the ranks, waits
     print(moebius.evaluate("runs/mine"))

@@ -298,6 +298,23 @@ def test_every_check_is_seen_to_fail() -> None:
     assert {check for check, _, _ in FAULTS} == set(CHECKS)
 
 
+def test_words_of_other_frameworks_are_one_table() -> None:
+    """The page shows what `moebius config WORD` searches."""
+    from moebius.train.config.run_config import Config
+    from moebius.train.config.suggestions import words_known_elsewhere
+    from moebius.train.config.validation import known_keys
+
+    page, known = _text("docs/words.md"), {key for key, _ in known_keys(Config)}
+    table = words_known_elsewhere()
+    rows = [
+        f"| {', '.join(words)} | {meant if ' ' in meant else f'`{meant}`'} |"
+        for meant, words in table.items()
+    ]
+    assert page.partition("|---|---|\n")[2].splitlines() == rows
+    assert {meant for meant in table if " " not in meant} <= known
+    assert len(page.replace("|", "").split()) <= 700
+
+
 @pytest.mark.parametrize(
     ("words", "page"),
     [
@@ -306,6 +323,15 @@ def test_every_check_is_seen_to_fail() -> None:
         ("sweep", "train.md"),
         ("jupyter", "train.md"),
         ("lora", "train.md"),
+        ("gradient checkpointing", "words.md"),
+        ("mixed precision", "words.md"),
+        ("flash attention", "words.md"),
+        ("freeze", "words.md"),
+        ("early stopping", "words.md"),
+        ("oom", "words.md"),
+        ("multi gpu", "words.md"),
+        ("gradient accumulation", "words.md"),
+        ("pandas", "metrics.md"),
         ("resume", "recover.md"),
         ("router", "extend.md"),
     ],
