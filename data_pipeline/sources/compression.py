@@ -22,6 +22,7 @@ CHUNK_BYTES = 2**20
 
 _COMPRESSION_RATIO = 4  # of text, approximately
 _MAX_WINDOW_BYTES = 2**31  # `zstd --long=31`, its maximum
+_MAX_HEAD_BYTES = 18  # of a zstd frame
 _USUAL_WINDOW_BYTES = 2**27  # what `zstd` itself reads unasked
 logger = logging.getLogger(__name__)
 
@@ -55,21 +56,21 @@ _CODECS = {
 PACKED = tuple(_CODECS)
 """The suffixes of compressed files."""
 
-# what the libraries' errors mean, if not damage
-_NOT_DAMAGE = {
+_WRONG_NAME = "its name is wrong, or it is damaged: look at it with `file`"
+# what the libraries' errors mean, by words in them
+_MEANINGS = {
     "too much memory": "its window exceeds 2 GiB: compress it again without --long",
     "Memory usage limit": "it needs more than 2 GiB of memory: compress it again with a lower level",
-    "Dictionary mismatch": "it needs the dictionary that it was compressed with: unpack it with "
-    "zstd -d -D DICTIONARY",
+    "Dictionary mismatch": "unpack it with the dictionary that it needs: zstd -d -D DICTIONARY",
     "llocation error": "there is too little free memory: use fewer workers",
     "nsupported": "this version of the library cannot read it: unpack it first",
+    "nknown frame descriptor": _WRONG_NAME,
+    "incorrect header check": _WRONG_NAME,
+    "Invalid data": _WRONG_NAME,
+    "not supported": _WRONG_NAME,
+    "corruption detected": "it is damaged; fetch it again (if it is whole, it was compressed with a "
+    "dictionary: zstd -d -D DICTIONARY)",
 }
-_NOT_OF_KIND = (
-    "nknown frame descriptor",
-    "incorrect header check",
-    "Invalid data",
-    "not supported",
-)
 
 
 def is_compressed(name: str) -> bool:
@@ -101,14 +102,16 @@ def unpacked_chunks(file: IO[bytes], url: str, kind: str = "") -> Iterator[bytes
     stream, is_first, pending = codec.start(), True, False
     for piece in _pieces(file, codec.piece_bytes):
         if is_first and codec is _ZSTD:
-            _say_window(url, piece)
+            _say_window(url, piece[:_MAX_HEAD_BYTES])
         while piece := piece if pending or is_first else piece.lstrip(b"\0"):
             try:
                 text = stream.decompress(piece)
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
-                raise InputError(_refusal(url, codec, error, is_first and not pending)) from error
+                meanings = (text for words, text in _MEANINGS.items() if words in str(error))
+                advice = next(meanings, "it is damaged; fetch it again")
+                raise InputError(f"{url} is not valid {codec.name} ({error}): {advice}") from error
             for start in range(0, len(text), CHUNK_BYTES):
                 yield text[start : start + CHUNK_BYTES]
             pending, piece = not stream.eof, b""
@@ -121,31 +124,14 @@ def unpacked_chunks(file: IO[bytes], url: str, kind: str = "") -> Iterator[bytes
         )
 
 
-def _refusal(url: str, codec: _Codec, error: Exception, is_beginning: bool) -> str:
-    """Returns why a file cannot be decompressed, and what to do."""
-    for words, advice in _NOT_DAMAGE.items():
-        if words in str(error):
-            return f"{url} cannot be unpacked ({error}): {advice}"
-    advice = "it is damaged; fetch it again"
-    if codec is _ZSTD:
-        advice += " (if it is whole, it was compressed with a dictionary: zstd -d -D DICTIONARY)"
-    if is_beginning and any(words in str(error) for words in _NOT_OF_KIND):
-        advice = "its name is wrong, or it is damaged: look at it with `file`"
-    return f"{url} is not valid {codec.name} ({error}): {advice}"
-
-
+@cache
 def _say_window(url: str, head: bytes) -> None:
     try:
         size = zstandard.get_frame_parameters(head).window_size
     except zstandard.ZstdError:  # which decompressing will explain
         return
     if _USUAL_WINDOW_BYTES < size <= _MAX_WINDOW_BYTES:
-        _say_once("%s: reading takes %d MiB of memory (zstd --long)", url, size >> 20)
-
-
-@cache
-def _say_once(text: str, *values: object) -> None:
-    logger.warning(text, *values)
+        logger.warning("%s: reading takes %d MiB of memory (zstd --long)", url, size >> 20)
 
 
 def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
