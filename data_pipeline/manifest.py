@@ -15,6 +15,7 @@ Manifests record no time, host or worker count, so the same input gives the same
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -22,10 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from ..own_parts import some_of
 from .atomic import atomic_write
@@ -101,6 +102,14 @@ class TokenizerEntry(_Entry):
     sha256: Sha256
     vocab_size: int = Field(ge=1, le=2**32)
     end_of_document_id: int = Field(ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _end_is_in_the_vocabulary(self) -> Self:
+        if self.end_of_document_id >= self.vocab_size:
+            raise ValueError(
+                f"end_of_document_id {self.end_of_document_id} is no id of a vocabulary of {self.vocab_size}"
+            )
+        return self
 
 
 class Segment(_Entry):
@@ -347,7 +356,7 @@ def _later_than(path: Path, number: int) -> Path | None:
 def _read(path: Path) -> bytes | None:
     """Returns a manifest's bytes, or None if it does not exist."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -358,6 +367,11 @@ def _read(path: Path) -> bytes | None:
             f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it is no manifest: {_ELSEWHERE}"
         )
     return data
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe that nobody writes to is empty instead of endless waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _opened(path: Path, data: bytes) -> dict[str, Any]:

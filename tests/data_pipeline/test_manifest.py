@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from made_folder import header_of, shard_entry, source_entry
+from pydantic import ValidationError
 
 from moebius.data_pipeline import manifest as manifests
 from moebius.data_pipeline.atomic import atomic_write
@@ -151,6 +152,19 @@ def test_a_manifest_of_absurd_size_is_refused_before_it_is_read(chain):
         file.truncate(10**12)
     with pytest.raises(ShardError, match="more than 67108864 bytes, so it is no manifest"):
         read_manifest(chain)
+
+
+def test_a_pipe_is_no_manifest(tmp_path):
+    os.mkfifo(tmp_path / "manifest-000000.json")  # reading it would wait for a writer
+    with pytest.raises(ShardError, match="is damaged"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("end", [257, 10**9])
+def test_the_end_of_a_document_is_an_id(end):
+    values = header().tokenizer.model_dump() | {"end_of_document_id": end}
+    with pytest.raises(ValidationError, match=f"end_of_document_id {end} is no id"):
+        type(header().tokenizer).model_validate(values)
 
 
 def test_no_manifest(tmp_path):

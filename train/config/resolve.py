@@ -17,6 +17,7 @@ from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
 from ...own_parts import OwnPartError, check_call, import_own, is_own, nearest, some_of
+from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
 from .suggestions import suggest
@@ -113,40 +114,34 @@ def _check_folder(config: Config, given: Mapping[str, Any], overrides: Sequence[
     try:
         if not name or is_prepared(folder):
             return
-        if folder.is_file():
-            raise ConfigError(
-                f"data.directory={name!r} is a file, not a prepared folder: to train on its text, "
-                f"leave data.directory out and write prepare.input={name}"
-            )
-        if not _names_text(config, given, overrides):
-            raise ConfigError(
-                f"data.directory={name!r} {_without_data(folder)}: name a folder that `moebius "
-                "prepare` has made, or also the text to prepare there, prepare.input=FILES "
-                f"(prepare.input={EMBEDDED} is Python's documentation)"
-            )
+        what, is_file = _without_data(folder), folder.is_file()
     except OSError:  # an impossible path, reported on opening the folder
         return
-
-
-def _names_text(config: Config, given: Mapping[str, Any], overrides: Sequence[str]) -> bool:
-    """Returns whether the user, and not only a recipe, has named the text to prepare."""
+    if is_file:
+        raise ConfigError(
+            f"data.directory={name!r} is a file, not a prepared folder: to train on its text, leave "
+            f"data.directory out and write prepare.input={name}"
+        )
     keys = {override.partition("=")[0].strip() for override in overrides}
-    if keys & {"prepare.input", "prepare.sources"}:
-        return True
-    is_of_recipe = config.prepare.input in ((EMBEDDED,), (OWN_TEXTS,))
-    by_file = _section(given, "prepare").keys() & {"input", "sources"}
     # what a file names is not meant for a folder that only the command line names
-    return not is_of_recipe or (bool(by_file) and "data.directory" not in keys)
+    by_file = "data.directory" not in keys and _section(given, "prepare").keys() & {"input"}
+    is_of_recipe = config.prepare.input in ((EMBEDDED,), (OWN_TEXTS,))
+    if is_of_recipe and "prepare.input" not in keys and not by_file:
+        raise ConfigError(
+            f"data.directory={name!r} {what}: name a folder that `moebius prepare` has made, or also "
+            f"the text to prepare there, prepare.input=FILES (prepare.input={EMBEDDED} is Python's "
+            "documentation)"
+        )
 
 
 def _without_data(folder: Path) -> str:
     """Describes a folder that holds no prepared data, and names those beside it that do."""
     there = [one.name for one in islice(folder.glob("*"), 2)]
-    beside = [one.name for one in islice(folder.parent.glob("*"), 1000) if is_prepared(one)]
     if there == [UNFINISHED]:
         return "has no finished data yet, so `moebius prepare` must go on first"
     if there:
         return f"holds {there[0]!r} and no prepared data"
+    beside = [one.name for one in islice(folder.parent.glob("*"), 1000) if is_prepared(one)]
     what = "is empty" if folder.exists() else "does not exist"
     return f"{what} (prepared there: {some_of(beside, folder.name)})" if beside else what
 
@@ -276,7 +271,8 @@ def _read_toml(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a file's values merged into its recipe's, and the file's values alone."""
     try:
-        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        with open_regular(path) as file:
+            values = tomllib.loads(file.read(MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # the TOML, the UTF-8, or a number of 5,000 digits

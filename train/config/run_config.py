@@ -28,6 +28,7 @@ from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
 from ..optim import OPTIMIZER, SCHEDULE, OptimConfig
+from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .job_config import JobConfig
 from .train_config import TrainConfig
@@ -254,7 +255,8 @@ class Config(BaseModel):
             ConfigError: it cannot be read, or is not a configuration.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            with open_regular(path) as file:
+                values = json.loads(file.read(MAX_BYTES))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError) as error:

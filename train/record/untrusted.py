@@ -4,6 +4,7 @@ Such a file may be missing, a directory, a pipe that nobody writes to, a device 
 would move a terminal's cursor. Reading never waits, is bounded, and accepts regular files alone.
 """
 
+import errno
 import os
 import re
 import stat
@@ -30,7 +31,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise FileNotFoundError(*error.args) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise FileNotFoundError(f"{path} is not a regular file")
+        raise FileNotFoundError(errno.ENOENT, "Not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

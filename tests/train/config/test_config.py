@@ -1,6 +1,7 @@
 """Configurations: recipes, TOML, overrides, and one clear error per mistake."""
 
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -249,3 +250,13 @@ def test_the_published_sizes_can_be_split_as_the_readme_says() -> None:
         make("model.feed_forward.num_experts=384", name="moeut_244m").model.expert_counts().values()
     )
     assert math.gcd(*counts) == 8
+
+
+@pytest.mark.parametrize("name", ["config.json", "mine.toml"])
+def test_only_a_regular_file_of_bounded_size_is_a_configuration(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    for make_it in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        make_it(path)
+        with pytest.raises(ConfigError, match=f"{name}: cannot be read"):
+            Config.load(path) if name == "config.json" else resolve(str(path), [], RECIPES)
+        path.rmdir() if path.is_dir() else path.unlink()
