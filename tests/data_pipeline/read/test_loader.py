@@ -517,7 +517,7 @@ def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layou
             {"batch_size": 6, "sequences_per_group": 4},
             "batch_size=6 must be a multiple of sequences_per_group=4",
         ),
-        ({"seq_len": 10**6}, "raise validation_fraction"),
+        ({"seq_len": 10**6}, "raise prepare.validation_fraction"),
     ],
 )
 def test_validation_that_cannot_be_is_refused_at_once(prepared, options, message):
