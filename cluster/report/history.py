@@ -1,7 +1,7 @@
 """Reads a run's curves from metrics.jsonl, in bounded memory.
 
 A generation that resumes from a checkpoint writes the steps after it again; the last line of a step counts.
-Every step keeps three numbers (about 300 bytes), and only the newest keeps the loads of all experts. Of a long
+Every step keeps four numbers (about 400 bytes), and only the newest keeps the loads of all experts. Of a long
 run, 2,000 steps are read, and what is at the end of the file.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from ..job import METRICS
 from .json_lines import JsonLinesTail, sampled
 
-_END_BYTES = 256 << 10
+END_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class History:
     loss: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     tokens_per_s: dict[int, float] = field(default_factory=dict)
+    learning_rate: dict[int, float] = field(default_factory=dict)
     hottest: dict[int, float] = field(default_factory=dict)  # the most loaded expert ÷ mean
     load: ExpertLoad | None = None  # at the newest step that has experts
     starts: list[Start] = field(default_factory=list)
@@ -80,6 +81,8 @@ class History:
         self.last = line
         self.loss[step] = float(line["loss"])  # "nan" is written as a string
         self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
+        if "learning_rate" in line:
+            self.learning_rate[step] = float(line["learning_rate"])
         if line.get("expert_load"):
             self.hottest[step] = 1 + max(line["max_violation"])
             self.load = ExpertLoad(
@@ -102,7 +105,7 @@ def read_history(run_dir: Path) -> History:
 
 def begin_history(run_dir: Path) -> tuple[History, JsonLinesTail]:
     """Returns the history but for the last 256 KiB, and the reader of what follows."""
-    history, end = History(), JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=_END_BYTES)
+    history, end = History(), JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=END_BYTES)
     history.add(sampled(run_dir / METRICS, end=end.offset))
     return history, end
 

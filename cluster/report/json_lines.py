@@ -8,6 +8,7 @@ control characters, a line has at most MAX_LINE bytes, and only regular files ar
 A run of a million steps has gigabytes of metrics. `sampled` reads at most 256 MiB of them, in 0.3 s.
 """
 
+import itertools
 import json
 import os
 import re
@@ -77,24 +78,24 @@ def sampled(path: Path, *, end: int) -> Iterator[dict[str, Any]]:
         return
     with file:
         if end <= _WHOLE_BYTES:
-            yield from _entries(file.read(end).splitlines())
+            yield from _entries(_window(file, 0, end, most=end).splitlines())
             return
-        spacing = end // _WINDOWS
-        for number in range(_WINDOWS):
-            start = max(number * spacing, file.tell())  # no line twice
-            window = _window(file, start, min(spacing, _WINDOW_BYTES))
+        bounds = [end * number // _WINDOWS for number in range(_WINDOWS + 1)]
+        for start, following in itertools.pairwise(bounds):
+            start = max(start, file.tell())  # no line twice
+            window = _window(file, start, following, most=_WINDOW_BYTES)
             starts = [0, *(match.start() + 1 for match in _RARE.finditer(window))]
             lines = [window[start:].partition(b"\n")[0] for start in starts[: 1 + _RARE_IN_WINDOW]]
             yield from _entries(lines)
 
 
-def _window(file: BinaryIO, start: int, num_bytes: int) -> bytes:
-    """Returns the whole lines that begin among some bytes of a file, at least one."""
+def _window(file: BinaryIO, start: int, end: int, *, most: int) -> bytes:
+    """Returns whole lines that begin among some bytes of a file: one, or as many as begin in `most` bytes."""
     file.seek(max(0, start - 1))
     if start:
         file.readline(MAX_LINE)
-    left = start + num_bytes - file.tell()
-    return file.read(max(0, left)) + file.readline(MAX_LINE)
+    lines = file.read(max(0, min(end - file.tell(), most)))
+    return lines if not lines or lines.endswith(b"\n") else lines + file.readline(MAX_LINE)
 
 
 def size_of(path: Path) -> int:

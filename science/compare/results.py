@@ -90,7 +90,7 @@ def read_run(run: PlannedRun) -> RunResult | None:
     """Returns a run's figures; None unless it has finished."""
     if not is_trained(run):
         return None
-    lines = moebius.history(run.folder).records()
+    lines = moebius.history(run.folder).sample()
     trained = [line for line in lines if line["kind"] == "train"]
     curve = sorted(
         (line["step"], line["loss"])

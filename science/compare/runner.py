@@ -121,7 +121,7 @@ def is_trained(run: PlannedRun) -> bool:
     states = [entry["state"] for entry in history.new_states()]
     if states[-1:] != ["SUCCEEDED"]:
         return False
-    steps = [record["step"] for record in history.records() if record.get("kind") == "train"]
+    steps = [record["step"] for record in history.sample() if record.get("kind") == "train"]
     return max(steps, default=0) >= run.config.train.steps
 
 

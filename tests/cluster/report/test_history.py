@@ -6,6 +6,7 @@ import os
 from moebius.cluster.report import json_lines
 from moebius.cluster.report.history import read_history
 from moebius.cluster.report.json_lines import JsonLinesTail, sampled
+from moebius.run_records import history
 
 
 def train(step: int, loss: float | str) -> dict:
@@ -91,3 +92,15 @@ def test_only_regular_files_are_read(tmp_path):
     (tmp_path / "endless").symlink_to("/dev/zero")
     assert JsonLinesTail(tmp_path / "endless").read() == []
     assert JsonLinesTail(tmp_path).read() == []
+
+
+def test_a_sample_of_a_short_run_is_all_of_it_and_of_a_long_one_a_part(tmp_path, monkeypatch):
+    long_run(tmp_path / "metrics.jsonl", steps=3000)
+    run = history(tmp_path)
+    assert run.sample() == run.records()
+    monkeypatch.setattr(json_lines, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(json_lines, "_WINDOWS", 100)
+    part = run.sample()
+    assert len(part) < len(run.records()) / 1.5
+    assert part[-1] == run.records()[-1]
+    assert [line["step"] for line in part if line["kind"] == "eval"] == [*range(100, 3001, 100)]
