@@ -1,6 +1,6 @@
 """Measures the cost of the whole stack on top of the bare model step.
 
-    python -m benchmarks.overhead [--pairs 3] [--steps 60] [--long-steps 2000]
+    python -m benchmarks.overhead [--pairs 3] [--steps 60] [--long-steps 2000] [--soak 3000]
 
 One run answers four questions:
   1. Step time inside the stack (Ray, supervisor, agents, loader, metrics, background checkpoints) ÷
@@ -15,12 +15,18 @@ One run answers four questions:
   quarter
      against the median of its last quarter. Goal: none grows by more than 8 MiB.
 
+With --soak, only the memory of both ranks of `moebius train` with EP 2 is measured, over so many
+steps with a checkpoint every 50 (results/soak.json, 5 minutes).
+
 Exits with 1 if a goal is missed. Takes about 12 minutes on 2 cores and writes
 results/overhead.json. With --long-steps 0 it skips question 4, takes half the time and writes
 results/overhead_step.json.
 """
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import os
 import statistics
@@ -38,6 +44,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import ROOT, save
+from moebius.cluster.job import last_train_line
+from moebius.cluster.local import train_here
+from moebius.cluster.nodes import processes
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import start_process
@@ -71,9 +80,13 @@ def main() -> None:
     parser.add_argument(
         "--bare", type=Path, help=argparse.SUPPRESS
     )  # a rank of the bare run: its run folder
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="measure only two ranks' memory")
     options = parser.parse_args()
     if options.bare is not None:
         run_bare(options.bare)
+        return
+    if options.soak:
+        soak(options.soak)
         return
     with tempfile.TemporaryDirectory() as scratch:
         figures = measure(Path(scratch), options)
@@ -126,6 +139,56 @@ def measure_growth(scratch: Path, options: argparse.Namespace) -> dict[str, Any]
         "steps": options.long_steps,
         "growth": run_stack(config, scratch / "long", sample_every_s=1.0)["growth"],
     }
+
+
+def soak(steps: int) -> None:
+    """Trains on two ranks with EP 2, and records the resident size of each in eight parts of the run.
+
+    The first part, in which libraries and caches fill up, is left out of the growth.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        changes = (f"train.steps={steps}", "train.eval_every=500", "checkpoint.every=50")
+        layout = ("job.num_nodes=1", "job.ranks_per_node=2", "mesh.ep=2", "mesh.dp_replicate=1")
+        config, run_dir = (
+            make_config(Path(scratch), *SMALL, *changes, *layout),
+            Path(scratch) / "run",
+        )
+        sizes: dict[str, list[int]] = {}
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(1.0):
+                for pid, marks in processes.find(str(run_dir)).items():
+                    if processes.RANK in marks and last_train_line(run_dir) is not None:
+                        with contextlib.suppress(psutil.Error):
+                            rss = psutil.Process(pid).memory_info().rss
+                            sizes.setdefault(f"rank {int(marks[processes.RANK])}", []).append(rss)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            status = train_here(config, run_dir, console=Console(file=io.StringIO()))
+        finally:
+            ended.set()
+            thread.join()
+        if status.exit_code:
+            raise SystemExit(f"the job failed: {status.reason}")
+    parts = {rank: _medians_mib(values) for rank, values in sorted(sizes.items())}
+    growth = {rank: round(values[-1] - values[1], 1) for rank, values in parts.items()}
+    for rank, values in parts.items():
+        print(f"{rank}: {values} MiB, growth {growth[rank]} MiB")
+    facts = {"steps": steps, "layout": "1 node × 2 ranks, EP 2", "resident_mib": parts}
+    print(f"written: {save('soak', facts | {'growth_mib': growth})}")
+    raise SystemExit(0 if max(growth.values()) <= 8.0 else 1)
+
+
+def _medians_mib(values: list[int], parts: int = 8) -> list[float]:
+    """Returns the median of each part of a series."""
+    bounds = [len(values) * number // parts for number in range(parts + 1)]
+    return [
+        round(statistics.median(values[first:last]) / 2**20, 1)
+        for first, last in itertools.pairwise(bounds)
+    ]
 
 
 def make_config(scratch: Path, *changes: str) -> Config:
