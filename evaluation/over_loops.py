@@ -79,7 +79,7 @@ def table_of(found: OverLoops) -> Table:
     """Returns the figures as a table, one number of loops a row."""
     title = f"step {found.step}, trained with {found.trained} loops"
     table = Table(title=title, title_justify="left", box=None, min_width=len(title))
-    for name in ("loops", "FLOPs/token", *found.figures):
+    for name in ("loops", "forward FLOPs/token", *found.figures):
         table.add_column(name, justify="right")
     for index, number in enumerate(found.loops):
         values = [f"{values[index]:.4f}" for values in found.figures.values()]

@@ -20,9 +20,11 @@ from ...train.config.run_config import Config
 
 _LEGEND = """
 active: dense weights and one token's experts, each distinct layer counted once
-FLOPs/token: training, forward and backward, at the recipe's sequence length; ≤ if tokens can be dropped or halt
+training FLOPs/token: forward and backward, at the recipe's sequence length; ≤ if tokens can be dropped or halt
 g: sequences that are routed together
 promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by construction"""
+
+_WIDE = 140  # columns of a screen with room for descriptions beside the figures
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,26 @@ def differences(name: str, recipes: Mapping[str, Callable[[], Config]]) -> list[
     return lines
 
 
-def render_catalogue(entries: Iterable[Entry]) -> Group:
-    """Returns the table of entries, one line each, with a legend."""
+def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
+    """Returns the table of entries, one line each, with a legend.
+
+    Where a screen's width leaves too little room for descriptions, they follow as a table of their
+    own, because a cut description tells nothing.
+    """
+    entries = list(entries)
+    beside = width >= _WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("recipe", "parameters", "active", "FLOPs/token", "g", "promises"):
+    for heading in ("recipe", "parameters", "active", "training FLOPs/token", "g", "promises"):
         justify = "left" if heading in ("recipe", "promises") else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
-    table.add_column(Text("architecture", no_wrap=True))
+    below = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    below.add_column("recipe", no_wrap=True)
+    (table if beside else below).add_column("architecture")
     for entry in entries:
-        description = Text(entry.description, no_wrap=True, overflow="ellipsis")
-        table.add_row(*map(Text, _cells(entry)), description)
-    return Group(table, Text(_LEGEND, style="dim"))
+        description = Text(entry.description)
+        table.add_row(*map(Text, _cells(entry)), *[description] * beside)
+        below.add_row(Text(entry.name), description)
+    return Group(table, *["", below] * (not beside), Text(_LEGEND, style="dim"))
 
 
 def _cells(entry: Entry) -> Iterable[str]:

@@ -48,7 +48,7 @@ def _models(options: argparse.Namespace) -> int:
         print(json.dumps([entry.plain() for entry in entries], indent=2))
     else:
         console = Console()
-        console.print(render_catalogue(entries))
+        console.print(render_catalogue(entries, width=console.width))
         if options.pair is not None:
             for name in options.names:
                 console.print("\n".join(differences(name, RECIPES)), highlight=False)

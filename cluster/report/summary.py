@@ -4,7 +4,7 @@ Causes, paths and reasons are shown as `Text`, because rich would read their squ
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..job import JobStatus, RootCause, State
+from ..job import JobStatus, Journal, RootCause, State
 from .data_progress import duration, last_record, progress_words
 from .history import History, Start, read_history
 
@@ -137,7 +137,7 @@ def _exp(loss: float) -> str:
 
 
 def draw_summary(run_dir: Path) -> Path:
-    """Draws the loss curve and, if there are experts, the load of the most loaded one.
+    """Draws the loss, the learning rate and, if there are experts, the load of the most loaded one.
 
     Returns the PNG: summary.png in the run folder.
     """
@@ -145,13 +145,17 @@ def draw_summary(run_dir: Path) -> Path:
     from matplotlib.figure import Figure
 
     history = read_history(run_dir)
-    path, heights = run_dir / PICTURE, [4.6, 3.0] if history.hottest else [4.6]
+    path, heights = run_dir / PICTURE, [4.6, 1.8, 3.0] if history.hottest else [4.6, 1.8]
     figure: Any = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     rows = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    _draw_loss(rows[0], history, title=run_dir.name)
+    _draw_loss(rows[0], history, title=run_dir.name, continued=_continued(run_dir))
+    _label(rows[1], "learning rate", "learning rate")
+    rates = sorted(history.learning_rate.items())
+    rows[1].plot(*zip(*rates, strict=True) if rates else ([], []), color=_MEAN, linewidth=2.0)
+    rows[1].margins(x=0.01)
     if history.hottest:
-        _draw_hottest(rows[1], history)
+        _draw_hottest(rows[2], history)
     figure.savefig(path)
     return path
 
@@ -159,7 +163,22 @@ def draw_summary(run_dir: Path) -> Path:
 _INK, _TRAIN, _MEAN, _VALIDATION, _RESTART = "#22313f", "#7aa6c2", "#2e6f95", "#d1495b", "#8d6a9f"
 
 
-def _draw_loss(axes: Any, history: History, *, title: str) -> None:
+_FEW = 100  # points of a curve that needs no running mean
+
+
+def _continued(run_dir: Path) -> set[int]:
+    """Returns the generations that someone started, unlike those after a failure."""
+    submitted, found = False, set[int]()
+    for entry in Journal(run_dir).entries():
+        if entry.state is State.SUBMITTED:
+            submitted = True
+        elif submitted and entry.state is State.STARTING:
+            submitted = False
+            found.add(entry.generation)
+    return found
+
+
+def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection[int]) -> None:
     _label(axes, f"{title}: loss", "loss in nats per token")
     _draw_curve(axes, history.loss, "training")
     if history.validation:
@@ -179,9 +198,13 @@ def _draw_loss(axes: Any, history: History, *, title: str) -> None:
                 fontweight="bold",
             )
     axes.margins(x=0.01, y=0.12)
-    for number, start in enumerate(history.restarts):
-        label = None if number else "restart"
-        axes.axvline(start.reached or 0, color=_RESTART, linestyle="--", label=label)
+    labelled = set[str]()
+    for start in history.restarts:
+        name = "continued" if start.generation in continued else "restart"
+        style = {"color": _RESTART, "linestyle": ":" if name == "continued" else "--"}
+        label = None if name in labelled else name
+        axes.axvline(start.reached or 0, label=label, **style)
+        labelled.add(name)
     axes.legend(frameon=False, fontsize=10.5, ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
@@ -193,9 +216,12 @@ def _draw_hottest(axes: Any, history: History) -> None:
 
 
 def _draw_curve(axes: Any, curve: Mapping[int, float], name: str) -> None:
-    """Draws each step and the running mean."""
+    """Draws each step and the running mean; a curve of few points alone."""
     steps = sorted(curve)
     values = [curve[step] for step in steps]
+    if len(values) < _FEW:
+        axes.plot(steps, values, color=_MEAN, linewidth=2.0, label=name)
+        return
     smooth = _running_mean(values, len(values) // 60)
     axes.plot(steps, values, color=_TRAIN, linewidth=0.8, alpha=0.55, label=f"{name}, each step")
     axes.plot(steps, smooth, color=_MEAN, linewidth=2.0, label=f"{name}, running mean")

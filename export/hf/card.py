@@ -33,7 +33,7 @@ inputs = tokenizer(["Once upon a time", "The band"], return_tensors="pt", paddin
 print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=50)))
 ```
 
-`trust_remote_code` runs the four `*_moebius.py` files of this folder; they need only torch and
+`trust_remote_code` runs the `*_moebius.py` files of this folder; they need only torch and
 transformers 5. Tokenizer: {tokenizer}.
 
 ## Training

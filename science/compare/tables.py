@@ -48,7 +48,7 @@ def size_table(file: ComparisonFile, arms: Sequence[Arm]) -> Table:
     if file.match != "none":
         equal += f" within {file.tolerance:.2%}"
     whole_run = file.match == "flops" or len({arm.size.tokens for arm in arms}) > 1
-    head = ["arm", "parameters", "active", "FLOPs/token", "tokens"]
+    head = ["arm", "parameters", "active", "forward FLOPs/token", "tokens"]
     head += ["training FLOPs"] * whole_run + ["off", "scaled"]
     rows = []
     for arm in arms:

@@ -113,7 +113,7 @@ class TaskStudy:
             if (steps := found[arm.label]).by_seed:
                 row = (arm.label, f"{arm.size.parameters.total:,}", short(arm.size.flops.forward))
                 rows.append((*row, *_row(steps, None if steps is fixed else fixed)))
-        head = ("arm", "parameters", "FLOPs/token", "reached", "median steps", "by seed")
+        head = ("arm", "parameters", "forward FLOPs/token", "reached", "median steps", "by seed")
         title = f"{self.task}: steps to {THRESHOLD} nats per label"
         table = Table(title, (*head, "log2 ÷ fixed R", "95 %"), tuple(rows), (0, 5))
         kept = []

@@ -6,11 +6,19 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from pairwise import slow_but
 from rich.console import Console
 
-from moebius.cluster.job import JobStatus, RootCause, State
-from moebius.cluster.report.summary import _running_mean, closing_words, draw_summary
+from moebius.cluster.job import JobStatus, Journal, RootCause, State
+from moebius.cluster.report.history import read_history
+from moebius.cluster.report.summary import (
+    _continued,
+    _draw_loss,
+    _running_mean,
+    closing_words,
+    draw_summary,
+)
 
 
 def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> None:
@@ -56,7 +64,9 @@ def test_picture_of_runs_of_many_shapes(tmp_path, shape):
     assert path == tmp_path / "summary.png"
     height, width, _ = (pixels := imread(path)).shape
     assert width > 1000
-    assert (height > 700) == shape.get("has_experts", True), "without experts, only the loss"
+    assert (height > 800) == shape.get("has_experts", True), (
+        "without experts, only the loss and the rate"
+    )
     assert pixels[..., :3].std() > 0.05, "something is drawn"
 
 
@@ -148,3 +158,42 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
     assert all(f"{field} {FOREIGN}" in said for field in shown), said
     assert str(run_dir) in said
     assert str(picture) in said
+
+
+def test_the_picture_tells_a_restart_from_a_continuation_and_draws_few_points_once(
+    tmp_path: Path,
+) -> None:
+    lines: list[dict[str, object]] = []
+    for generation, steps in ((1, range(1, 21)), (2, range(11, 31)), (3, range(31, 41))):
+        lines.append({"kind": "start", "step": steps[0] - 1, "generation": generation})
+        lines += [
+            {"kind": "train", "step": step, "loss": 1 / step, "learning_rate": step / 1000}
+            for step in steps
+        ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journal = Journal(tmp_path)
+    for state, generation in (
+        (State.SUBMITTED, 0),
+        (State.STARTING, 1),
+        (State.RECOVERING, 1),
+        (State.STARTING, 2),
+        (State.SUCCEEDED, 2),
+        (State.SUBMITTED, 2),
+        (State.STARTING, 3),
+    ):
+        journal.append(state, generation=generation, reason="")
+    continued, history = _continued(tmp_path), read_history(tmp_path)
+    assert continued == {1, 3}
+    assert history.learning_rate == {step: step / 1000 for step in range(1, 41)}
+    for curve, labels in (
+        (history.loss, ["training", "restart", "continued"]),
+        (
+            dict.fromkeys(range(100), 1.0),
+            ["training, each step", "training, running mean", "restart", "continued"],
+        ),
+    ):
+        history.loss = curve
+        axes = Figure().subplots()
+        _draw_loss(axes, history, title="run", continued=continued)
+        assert axes.get_legend_handles_labels()[1] == labels
+    assert draw_summary(tmp_path).stat().st_size > 10_000
