@@ -11,7 +11,6 @@ Legend: B sequences, S positions, D model width.
 """
 
 from collections.abc import Collection
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -110,7 +109,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         if halting:  # the step is recomputed
             context = replace(context, unhalted=Unhalted(*halting))
-        with nullcontext() if context.draws is None else drawing(context.draws):
+        with drawing(context.draws):
             return self._attend_and_feed(context, x_BSD)
 
     def _attend_and_feed(

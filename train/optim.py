@@ -80,12 +80,9 @@ class OptimConfig(BaseModel):
 
 
 def schedule_notes(config: OptimConfig, steps: int, steps_before: int | None = None) -> list[str]:
-    """Returns how the cosine differs from one that ends with the run, in at most one line.
+    """Says in at most one line where the cosine does not end with the run, or ended elsewhere before.
 
-    Args:
-        config: the settings.
-        steps: of the run.
-        steps_before: what a run that is continued said; None: a new run.
+    `steps_before` is `train.steps` of the run that is continued; None: it is new.
     """
     if config.schedule != "cosine":
         return []
@@ -95,15 +92,13 @@ def schedule_notes(config: OptimConfig, steps: int, steps_before: int | None = N
         return [
             f"optim.warmup_steps={config.warmup_steps} is more than train.steps={steps}: {last}"
         ]
-    if config.decay_steps is None:
-        if steps_before in (None, steps):
-            return []
+    if config.decay_steps is None and steps_before is not None and steps_before != steps:
         return [
             f"train.steps={steps_before} became {steps}: the cosine ends with the run, so the rate "
             "of the next step differs; to keep the former one, set "
-            f"optim.decay_steps={config.over(steps_before or steps).decay_steps}"
+            f"optim.decay_steps={config.over(steps_before).decay_steps}"
         ]
-    if steps <= ends <= 2 * steps:
+    if config.decay_steps is None or steps <= ends <= 2 * steps:
         return []
     return [
         f"optim.decay_steps={config.decay_steps} ends the cosine at step {ends}, and train.steps="

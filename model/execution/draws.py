@@ -8,6 +8,7 @@ micro-batches nor ranks nor recomputation change it. It is a hash of all these (
 Legend: B sequences, N numbers of one of them.
 """
 
+import ctypes
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -24,28 +25,25 @@ _MOST_SEQUENCES = 2**40  # of a step
 _AT_ONCE = 2**22  # numbers; bounds the memory of the hash's integers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draws:
     """Draws numbers for the sequences of a pass at one place in it."""
 
     key: str  # of the run's seed and the step
     numbers_B: Tensor  # int64, on the device: the sequences' numbers in the step's batch
-    place: str = "start"
+    place: str = ""
     loops: int | Sequence[int] = 0  # that the sequences make there; one number stands for all
+    count: int = 0  # of the tensors drawn there
 
     def at(self, place: str, loops: int | Sequence[int], live: Tensor | None) -> "Draws":
         """Returns the draws of another place, of the sequences `live`; None: all."""
         numbers_B = self.numbers_B if live is None else self.numbers_B[live]
-        return replace(self, place=place, loops=loops, numbers_B=numbers_B)
+        return Draws(self.key, numbers_B, place, loops)
 
-    def uniform(self, shape: Sequence[int], *, count: int = 0) -> Tensor:
-        """Returns float32 numbers in [0, 1) for rows that are sequence-major.
-
-        Args:
-            shape: of the result; its first axis is a multiple of B.
-            count: how many tensors were drawn here before.
-        """
-        key, loops_B = _hash(f"{self.key}/{self.place}/{count}"), self.loops
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """Returns the next float32 numbers in [0, 1) for rows (B·k, …), which are sequence-major."""
+        key, loops_B = _hash(f"{self.key}/{self.place}/{self.count}"), self.loops
+        self.count += 1
         if not isinstance(loops_B, int):
             loops_B = torch.tensor(loops_B, dtype=torch.int64, device=self.numbers_B.device)
         of_sequence_B = _mix((self.numbers_B + _MOST_SEQUENCES * loops_B) * _STEP + key)
@@ -53,23 +51,23 @@ class Draws:
         counter_N = torch.arange(per_sequence, device=of_sequence_B.device) * _STEP
         parts = of_sequence_B[:, None].split(max(1, _AT_ONCE // max(per_sequence, 1)))
         # 24 bits are exact in float32; the shift keeps the sign, so that they begin at -2^23.
-        found = [
-            (_mix(part_B1 + counter_N) >> 40).to(torch.float32).mul_(2**-24).add_(0.5)
-            for part_B1 in parts
-        ]
+        found = [(_mix(part_B1 + counter_N) >> 40).float() * 2**-24 + 0.5 for part_B1 in parts]
         return torch.cat(found).view(*shape)
 
 
 def fresh_draws(num_sequences: int, device: torch.device) -> Draws:
     """Returns the draws of sequences without numbers, keyed by torch's default generator."""
-    key = str(int(torch.randint(2**62, ()).item()))
+    # The state itself: on the meta device and as fake tensors, numbers cannot be read.
+    state = torch.get_rng_state()
+    key = hashlib.blake2b(ctypes.string_at(state.data_ptr(), len(state)), digest_size=8).hexdigest()
+    torch.rand((), device="cpu")  # the next pass draws others
     return Draws(key, torch.arange(num_sequences, device=device))
 
 
 @contextmanager
-def drawing(draws: Draws) -> Iterator[None]:
-    """Makes `draw_uniform` draw from there, from the first number on."""
-    token = _here.set(_Counted(draws))
+def drawing(draws: Draws | None) -> Iterator[None]:
+    """Makes `draw_uniform` draw there, from the first number on also when a step is recomputed."""
+    token = _here.set(None if draws is None else replace(draws))
     try:
         yield
     finally:
@@ -81,19 +79,11 @@ def draw_uniform(shape: Sequence[int], device: torch.device) -> Tensor:
 
     Call it in training only. Outside of a layer's pass torch's default generator seeds it.
     """
-    here = _here.get() or _Counted(fresh_draws(1, device))
-    here.count += 1
-    return here.draws.uniform(shape, count=here.count - 1)
-
-
-@dataclass
-class _Counted:
-    draws: Draws
-    count: int = 0  # of the tensors drawn
+    return (_here.get() or fresh_draws(1, device)).uniform(shape)
 
 
 # Per thread, because ranks may be threads.
-_here: ContextVar[_Counted | None] = ContextVar("here", default=None)
+_here: ContextVar[Draws | None] = ContextVar("here", default=None)
 
 
 def _hash(key: str) -> int:

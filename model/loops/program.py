@@ -272,7 +272,8 @@ class Loops(nn.Module):
         if self.config.start == "zero":
             return torch.zeros_like(e_BSD)
         if draws is not None:
-            signed_BSD = 2 * draws.uniform(e_BSD.shape).to(wide_dtype(e_BSD)) - 1
+            drawn_BSD = draws.at("start", 0, None).uniform(e_BSD.shape)
+            signed_BSD = 2 * drawn_BSD.to(wide_dtype(e_BSD)) - 1
             return self._noise(signed_BSD * _WITHIN).to(e_BSD)
         generator, num_positions = torch.Generator().manual_seed(0), past + e_BSD.shape[1]
         table_SD = torch.empty(num_positions, e_BSD.shape[-1])

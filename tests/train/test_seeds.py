@@ -147,10 +147,16 @@ def test_nothing_draws_from_the_default_generator(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def drawn_after(count: int, draws: Draws, shape: tuple[int, ...]) -> Tensor:
+    for _ in range(count):
+        draws.uniform(shape)
+    return draws.uniform(shape)
+
+
 def test_layers_loops_and_tensors_draw_other_numbers() -> None:
     draws, shape = Draws("7/0", torch.arange(2)), (6, 4)
     found = [
-        draws.at(place, loops, None).uniform(shape, count=count)
+        drawn_after(count, draws.at(place, loops, None), shape)
         for place in ("layer 0", "layer 1")
         for loops in (-1, 0, 1)
         for count in (0, 1)
