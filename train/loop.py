@@ -30,19 +30,12 @@ from .loss import micro_batch_loss
 from .metrics.run_lines import open_log
 from .metrics.sinks import check_sinks
 from .metrics.step_metrics import StepMeter
-from .micro_batches import (
-    MicroBatch,
-    count_targets,
-    document_use,
-    draw_depths,
-    draws_of,
-    split_batch,
-)
+from .micro_batches import MicroBatch, count_targets, document_use, draw_depths, split_batch
 from .optim import learning_rate_at, set_rates
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
 from .run import Run, StepResult, assemble, resume
-from .state import check_state, seed_micro_batch
+from .state import check_state, draws_of, seed_micro_batch
 
 
 def train(config: Config, run_dir: Path) -> str:
@@ -162,9 +155,10 @@ def accumulate_gradients(
     device, first_index = run.process.device, run.process.rank * len(micro_batches)
     depths = draw_depths(config, run.progress.step, run.process, len(micro_batches))
     for index, micro_batch in enumerate(micro_batches, start=first_index):
-        seed_micro_batch(config.train.seed, run.progress.step, index)
+        place = config.train.seed, run.progress.step, index
+        seed_micro_batch(*place)
         run.model.training_depth = depth = depths[index - first_index]
-        run.model.training_draws = draws_of(config, run.progress.step, index, device)
+        run.model.training_draws = draws_of(*place, config.train.micro_batch, device)
         same = micro_batch.equal_rows and depth.of_sequence is None
         promise = equal_rows() if same else nullcontext()
         with promise:

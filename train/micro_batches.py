@@ -29,7 +29,6 @@ from torch import Tensor
 from ..data_pipeline.read.loader import Batch
 from ..distributed.process.process import Process
 from ..model.documents import Documents, mark_documents
-from ..model.execution.draws import Draws
 from ..model.loops.depth import PassDepth, depths_of_step, loops_of
 from .config.run_config import Config
 
@@ -158,14 +157,6 @@ def draw_depths(config: Config, step: int, process: Process, passes: int) -> lis
         passes=passes,
         rows=config.train.micro_batch,
     )
-
-
-def draws_of(config: Config, step: int, index: int, device: torch.device) -> Draws:
-    """Returns the random numbers of the step's `index`-th micro-batch over all ranks."""
-    train = config.train
-    first = index * train.micro_batch
-    numbers_B = torch.arange(first, first + train.micro_batch, device=device)
-    return Draws(f"{train.seed}/{step}", numbers_B)
 
 
 def depth_facts(config: Config) -> dict[str, str]:
