@@ -163,8 +163,9 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
 def set_rates(optimizer: torch.optim.Optimizer, rate: float, *, peak: float) -> None:
     """Scales the rate that every group was built with by rate / peak."""
     for group in optimizer.param_groups:
-        if "lr" in group["initial"]:
-            group["lr"] = rate * (group["initial"]["lr"] / peak)
+        initial = group.setdefault("initial", _numbers(group))  # of a group added since
+        if "lr" in initial:
+            group["lr"] = rate * (initial["lr"] / peak)
 
 
 def changed_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
