@@ -147,7 +147,9 @@ def test_a_default_text_is_said_and_what_is_left_out(tmp_path, capsys):
             main(["prepare", *words, *output])
         said = " ".join(capsys.readouterr().out.split())
         assert ("Python's own documentation" in said) == (not words)
-        assert ("4 of 5 left out: 2 .csv, 1 hidden, 1 .pdf (readable are .txt," in said) == bool(words)
+        assert ("4 of 5 left out: 2 .csv, 1 hidden, 1 .pdf (readable are .txt," in said) == bool(
+            words
+        )
 
 
 def test_a_file_of_several_sources_is_prepared(tmp_path, monkeypatch, capsys):
