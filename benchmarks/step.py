@@ -443,6 +443,7 @@ def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
         "peak MiB, MoEUT",
         "dense",
         "MoEUT's best",
+        box=None,
     )
     for case in cases:
         head = (case["size"], case["precision"], str(case["threads"]))

@@ -77,7 +77,7 @@ TOLERANCES = {torch.float32: EXACT, torch.bfloat16: 2e-2}
 FEWEST = 2  # rounds
 PATIENCE_S = 5.0  # of a pass beyond which nobody is timed
 WRONG = "wrong"
-LATE = "not reached (--limit)"
+NOT_REACHED = "not reached (--limit)"
 CLOCK_HZ = 2e9  # of a GPU's multiprocessors, at most
 LONGEST_SLEEP_S = 0.02  # of a GPU that waits for the host
 
@@ -151,13 +151,12 @@ class Sheet:
         return save(self._name, figures, folder=self._folder)
 
     def entry_of(self, setting: Setting, dtype: torch.dtype, contender: Contender) -> Entry:
-        """Returns a contender's entry, a new one unless it failed before a restart."""
+        """Returns a contender's entry: a new one, or that from before a restart."""
         new = Entry(setting.name, name_of(dtype), contender.name, contender.role, contender.mode)
-        key = (new.setting, new.dtype, new.label)
-        known = [e for e in self.entries if (e.setting, e.dtype, e.label) == key]
-        if known and known[0].why_not:
-            return known[0]
-        self.entries = [*(e for e in self.entries if e not in known), new]
+        for entry in self.entries:
+            if (entry.setting, entry.dtype, entry.label) == (new.setting, new.dtype, new.label):
+                return entry
+        self.entries.append(new)
         return new
 
     @contextmanager
@@ -268,18 +267,18 @@ def measure(
     torch.set_num_threads(max(plan.threads))
     rivals = contenders(setting, modes)
     entries = [sheet.entry_of(setting, dtype, contender) for contender in rivals]
+    if not plan.has_time(0):
+        return refused(entries, NOT_REACHED)
     generator = torch.Generator(plan.device).manual_seed(0)
     try:
         bank, exam = draw_bank(setting, dtype, generator), draw_exam(setting, dtype, plan.device)
     except Exception as error:  # noqa: BLE001 (what fails here fails for all of them)
-        for entry in entries:
-            entry.why_not = entry.why_not or reason_of(error)
-        return entries
+        return refused(entries, reason_of(error))
     running: list[Running] = []
     try:
         for contender, entry in zip(rivals, entries, strict=True):
             if entry.why_not is None and not plan.has_time(len(running)):
-                entry.why_not = LATE
+                entry.why_not = NOT_REACHED
             if entry.why_not is None:
                 with sheet.attempt(entry):
                     check(contender, entry, exam)
@@ -294,6 +293,13 @@ def measure(
     except Broken:
         left_s = max(1.0, plan.deadline - time.monotonic())
         restart("benchmarks.kernels.expert_layer", "--go-on", "--limit", f"{left_s:.0f}")
+    return entries
+
+
+def refused(entries: list[Entry], why_not: str) -> list[Entry]:
+    """Gives the same reason to all that have none yet."""
+    for entry in entries:
+        entry.why_not = entry.why_not or why_not
     return entries
 
 
@@ -517,7 +523,8 @@ def cell_text(cell: dict[str, Any]) -> str:
 def table_of(title: str, entries: Sequence[Entry]) -> Table:
     threads = sorted({cell["threads"] for entry in entries for cell in entry.cells})
     heads = [f"{number} threads: ms, of ceiling" for number in threads] or ["time"]
-    table = Table("", "error", "saved MiB", "over ideal", "peak MiB", *heads, title=title)
+    columns = ("", "error", "saved MiB", "over ideal", "peak MiB", *heads)
+    table = Table(*columns, title=title, box=None)
     for entry in entries:
         style = {"ours": "bold green", "ceiling": "yellow", "dense": "cyan"}.get(entry.role, "")
         times = [cell_text(cell) for cell in entry.cells]

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -108,6 +109,32 @@ def test_a_part_that_hangs_or_fails_costs_the_others_nothing(
     assert "figure 1" in log.read_text()
     pid = int(child.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+BREAKING_TESTS = """
+import pytest
+from benchmarks.gpu import pytest_plugin
+pytest_plugins = ["benchmarks.gpu.pytest_plugin"]
+@pytest.mark.parametrize("number", range(4))
+def test_one(number):
+    assert not pytest_plugin.is_broken()
+    if number == 0:
+        pytest_plugin.is_broken = lambda: True
+        raise RuntimeError("CUDA error: an illegal memory access")
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_breaks_the_context_ends_its_worker_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_breaking.py").write_text(BREAKING_TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    words = ["-q", "-n", "1", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini")]
+    command = [sys.executable, "-m", "pytest", *words, str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=report.ROOT, capture_output=True, text=True, check=False
+    ).stdout
+    assert "CUDA error: an illegal memory access" in ended
+    assert "2 failed, 3 passed" in ended, ended  # the crash is reported too
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -245,34 +272,19 @@ def test_a_kill_leaves_what_was_measured_and_names_what_hung(tmp_path: Path) -> 
     assert layer_entries(tmp_path)["dense"]["first_ms"] > 0
 
 
-class FakeEvent:
-    """An event of a GPU that is awake for all that the host launches, or asleep."""
-
-    is_asleep = True
-
-    def __init__(self, **_: object) -> None: ...
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return not self.is_asleep
-
-    def elapsed_time(self, _: "FakeEvent") -> float:
-        return 3.0
-
-
 def test_a_gpu_sleeps_until_all_is_launched_or_the_figure_says_that_it_did_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slept: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    slept, event = list[int](), mock.Mock(**{"elapsed_time.return_value": 3.0})
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    event.query.return_value = False  # the GPU is still asleep
     timing = expert_layer.timed_on_gpu(lambda: time.sleep(0.002), 0.0)
     assert timing.wall_s == 0.003
     assert 0.002 <= timing.launch_s < 0.1
     assert not timing.is_late
-    monkeypatch.setattr(FakeEvent, "is_asleep", False)
+    event.query.return_value = True
     assert expert_layer.timed_on_gpu(lambda: None, 0.005).is_late
     assert slept[1] / expert_layer.CLOCK_HZ >= 0.01
 
@@ -361,30 +373,15 @@ def test_a_ceiling_that_breaks_the_context_is_left_out_of_the_rest(
 KEY = ("rows", "bf16", "few")
 
 
-@pytest.fixture
-def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Tunes one entry with these times, and writes a copy of the table."""
-    for key, tile in TILES.items():
-        monkeypatch.setitem(TILES, key, tile)  # put back
-    table = shutil.copy(str(triton_tiles.__file__), tmp_path / "table.py")
-    monkeypatch.setattr(tune_tiles.triton_tiles, "__file__", str(table))
+def test_a_table_has_the_fastest_tile_so_far_whatever_comes_next(
+    gpu_that_breaks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TILES, KEY, TILES[KEY])  # put back
+    table, out = shutil.copy(str(triton_tiles.__file__), tmp_path / "table.py"), tmp_path / "out"
+    monkeypatch.setattr(triton_tiles, "__file__", str(table))
     facts = {"gpu": "H100", "commit": "295efc3b"}
     monkeypatch.setattr(tune_tiles, "environment", lambda: facts)
     monkeypatch.setattr(tune_tiles, "TOKENS", {"few": 4})
-
-    def run(timed: Callable[..., Any], reasons: dict[Tile, str], *words: str) -> None:
-        monkeypatch.setattr(tune_tiles, "_timed", timed)
-        monkeypatch.setattr(tune_tiles, "compile_all", lambda key, tiles: reasons)
-        command = ["x", "--kernels", "rows", "--out", str(tmp_path / "out"), *words]
-        monkeypatch.setattr(sys, "argv", command)
-        tune_tiles.main()
-
-    return run
-
-
-def test_a_table_has_the_fastest_tile_so_far_whatever_comes_next(
-    tune: Callable[..., None], gpu_that_breaks: list[str], tmp_path: Path
-) -> None:
     first, second, third, fourth, *others = tune_tiles.candidates(KEY)
     ran: list[Tile] = []
 
@@ -397,16 +394,22 @@ def test_a_table_has_the_fastest_tile_so_far_whatever_comes_next(
 
     def best_is_third() -> bool:
         key, sides = ", ".join(f'"{part}"' for part in KEY), str(astuple(third))
-        return f"({key}): Tile{sides},\n" in (tmp_path / "out" / "table.py").read_text()
+        return f"({key}): Tile{sides},\n" in (out / "table.py").read_text()
 
+    monkeypatch.setattr(tune_tiles, "_timed", timed)
+    reasons = {second: "CompilationError: no z"}
+    monkeypatch.setattr(tune_tiles, "compile_all", lambda key, tiles: reasons)
+    command = ["x", "--kernels", "rows", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(Restarted) as fresh:
-        tune(timed, {second: "CompilationError: no z"})
+        tune_tiles.main()
     assert ran == [first, third, fourth]
     assert best_is_third()
     TILES[KEY] = third  # as the fresh process reads it
-    tune(timed, {}, *fresh.value.args[1:])
+    monkeypatch.setattr(sys, "argv", [*command, *fresh.value.args[1:]])
+    tune_tiles.main()
     assert ran == [first, third, fourth, first, *others]
-    measured = json.loads((tmp_path / "out" / "tune_tiles.json").read_text())["measured"]
+    measured = json.loads((out / "tune_tiles.json").read_text())["measured"]
     found = {Tile(*sides): ms for *sides, ms in measured["/".join(KEY)]}
     assert found[second] == "CompilationError: no z"
     assert found[fourth] == str(ILLEGAL)
