@@ -6,11 +6,12 @@
 //   bank_gradient      W'[e] += sum over n of A[rows_a[n]]^T * B[rows_b[n]]
 //
 // This file does the work around the micro-kernels: it gathers rows block by block into the L2
-// cache, transposes operands, and applies gate weights, ReLU and its gradient to a block's results
-// before they leave the cache. oneDNN compiles a kernel for every new shape (some 0.1 ms), so shapes
-// come from a small set: at most kBlock rows, sums over a multiple of kStep and at most kDepth. Every
-// element of a result is one chain of multiply-adds over k, so a row's result depends neither on
-// other rows nor on the number of threads.
+// cache, brings matrices into panels of columns that stay there, and applies biases, activations,
+// gate weights and their gradients to a block's results before they leave the cache. oneDNN compiles
+// a kernel for every new shape (some 0.1 ms), so shapes come from a small set: at most kBlock rows,
+// the columns of a panel, and in gradients sums over a multiple of kStep and at most kDepth. Every
+// element of a result is a sum over k in an order that depends on k alone, so a row's result depends
+// neither on other rows nor on the number of threads.
 //
 // A lane is 32 bits: a float, or two bfloat16 consecutive along k, the layout of bfloat16 dot
 // products. The plain C interface without torch headers compiles in seconds. The micro-kernels are
@@ -21,6 +22,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -38,6 +40,7 @@ using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ld
 constexpr int64_t kBlock = 64;   // rows that are multiplied at a time
 constexpr int64_t kDepth = 192;  // rows that a weight gradient sums up at a time
 constexpr int64_t kColumns = 512;  // of a weight gradient that are made at a time
+constexpr int64_t kPanel = 1 << 16;  // lanes of a panel, 256 KiB; longer sums are divided
 constexpr int64_t kStep = 8;
 constexpr int64_t kAhead = 3;   // rows or pairs of rows
 constexpr int64_t kWidth = 16;  // the kernels take whole vectors of columns, and tails are slower
@@ -178,75 +181,161 @@ void transpose(const Lane* in, int64_t in_stride, int64_t rows, int64_t columns,
   }
 }
 
+// A matrix whose lanes run along k, in panels of columns that stay in the L2 cache.
 struct Right {
   const Lane* lanes;
-  int64_t columns;  // as far apart are lanes; those of the matrix, then what may be anything
+  int64_t columns;  // of the matrix, then what may be anything
+  int64_t panel;    // columns of a panel, and as far apart are its lanes; the last may be narrower
 };
 
 // Converts a bank's (k x n) matrix, or the transpose of a stored (n x k) one, to lanes along k.
+// `rows` will be multiplied by it: for few of them, copying a large matrix does not pay.
 template <typename T>
-Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed) {
+Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed, int64_t rows) {
   constexpr int64_t pair = kPair<T>;
-  if (!transposed && pair == 1 && n % kWidth == 0)
-    return {reinterpret_cast<const Lane*>(matrix), n};
-  const int64_t depth = up(k, pair) / pair, stride = up(n, kWidth);
-  Lane* out = scratch<0, Lane>(depth * stride);
-  if (!transposed) {
-    const T** rows = scratch<1, const T*>(k);
-    for (int64_t i = 0; i < k; ++i) rows[i] = matrix + i * n;
-    as_lanes(rows, k, n, out, stride);
-  } else if (k % pair == 0) {
-    transpose(reinterpret_cast<const Lane*>(matrix), depth, n, depth, out, stride);
-  } else {
-    T* even = scratch<2, T>(n * depth * pair);
+  const int64_t depth = up(k, pair) / pair, columns = up(n, kWidth);
+  if (!transposed && pair == 1 && n % kWidth == 0 && (k * n <= 2 * kPanel || rows < 4 * kBlock))
+    return {reinterpret_cast<const Lane*>(matrix), n, n};
+  const int64_t panel = std::min(columns, std::max(kBlock, kPanel / depth / kWidth * kWidth));
+  Lane* out = scratch<0, Lane>(depth * columns);
+  const T* even = matrix;
+  if (transposed && k % pair) {
+    T* copy = scratch<1, T>(n * depth * pair);
     for (int64_t i = 0; i < n; ++i) {
-      std::copy_n(matrix + i * k, k, even + i * depth * pair);
-      even[i * depth * pair + k] = 0;
+      std::copy_n(matrix + i * k, k, copy + i * depth * pair);
+      copy[i * depth * pair + k] = 0;
     }
-    transpose(reinterpret_cast<const Lane*>(even), depth, n, depth, out, stride);
+    even = copy;
   }
-  return {out, stride};
+  for (int64_t c = 0; c < n; c += panel) {
+    const int64_t width = std::min(panel, n - c), stride = std::min(panel, columns - c);
+    Lane* to = out + c * depth;
+    if (transposed)
+      transpose(reinterpret_cast<const Lane*>(even) + c * depth, depth, width, depth, to, stride);
+    else
+      for (int64_t i = 0; i < k; i += pair, to += stride) {
+        const T* two[] = {matrix + i * n + c, matrix + (i + 1) * n + c};
+        as_lanes(two, std::min(pair, k - i), width, to, stride);
+      }
+  }
+  return {out, columns, panel};
 }
 
-enum Mode : int64_t { kPlain = 0, kRelu = 1, kGradient = 2, kReluGradient = 3 };
+enum Activation : int64_t { kNone = 0, kRelu = 1, kRelu2 = 2, kGelu = 3, kSilu = 4 };
 
-// What is stored of a result row z at sorted place n.
+// What is stored of a result row z at sorted place n: g z, or with an activation z + bias, or its
+// ReLU, or (with `hidden`) both z + bias and its activation h.
 template <typename T>
 struct Epilogue {
-  Mode mode;          // plain: g z; relu: max(z, 0); gradient: below
+  Activation activation;
+  bool is_gated;      // the activation of the first half of the columns times the second half
   const float* gate;  // (N,); null: ones
-  // Gradient: z is the gradient of g h. Stores g z (times [h > 0] after a ReLU), `gated` = g h, and
-  // `gate_gradient` = h . z.
-  const T* hidden;  // row hidden_rows[n], or n where that is null
-  const int32_t* hidden_rows;
-  int64_t hidden_stride;
-  T* gated;              // (N, columns)
+  const T* bias;      // (E, columns); null: zeros
+  T* hidden;          // (N, F)
+  // Gradient: z is the gradient of g h. Stores the gradient before the activation, `hidden` = g h
+  // and `gate_gradient` = h . z. What went into the activation, or came out of a ReLU, is row
+  // saved_rows[n] of `saved`, or row n where that is null.
+  const T* saved;  // null: forward
+  const int32_t* saved_rows;
+  int64_t saved_stride;
   float* gate_gradient;  // (N,)
 };
 
+// e^x, with a relative error of 1e-7 and, in vectors and tails alike, the same bits (Cephes).
+inline float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);  // NaN passes
+  constexpr float round = 12582912.0f;
+  const float n = (x * 1.44269504f + round) - round;
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float sum = 1.9875691500e-4f;
+  for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                           5.0000001201e-1f, 1.0f, 1.0f})
+    sum = sum * r + next;
+  const Lane bits = static_cast<Lane>(static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return sum * power;
+}
+
+// The normal distribution's cumulative function (Press et al., Numerical Recipes, 6.2: 1.2e-7).
+inline float cumulative(float x) {
+  const float y = std::abs(x) * 0.707106781f, t = 1 / (1 + 0.5f * y);
+  float sum = 0.17087277f;
+  for (const float next : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
+                           0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f})
+    sum = sum * t + next;
+  const float tail = 0.5f * t * exponential(sum - y * y);
+  return x > 0 ? 1 - tail : tail;
+}
+
+// value[c] = a(z[c]), slope[c] = a'(z[c]).
+void activate(Activation a, const float* z, int64_t count, float* value, float* slope) {
+  const auto each = [=](auto function) {
+    for (int64_t c = 0; c < count; ++c) function(z[c], value[c], slope[c]);
+  };
+  if (a == kNone) each([](float x, float& v, float& s) { v = x, s = 1; });
+  if (a == kRelu) each([](float x, float& v, float& s) { v = x < 0 ? 0 : x, s = x <= 0 ? 0 : 1; });
+  if (a == kRelu2) each([](float x, float& v, float& s) {
+    const float positive = x < 0 ? 0 : x;
+    v = positive * positive, s = 2 * positive;
+  });
+  if (a == kSilu) each([](float x, float& v, float& s) {
+    const float sigmoid = 1 / (1 + exponential(-x));
+    v = x * sigmoid, s = (1 - sigmoid) * v + sigmoid;
+  });
+  if (a == kGelu) each([](float x, float& v, float& s) {
+    const float below = cumulative(x);
+    v = x * below, s = x * (0.398942280f * exponential(-0.5f * x * x)) + below;
+  });
+}
+
+// `work` has room for 4 F floats.
 template <typename T>
-void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t columns, T* out) {
+void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t expert, int64_t columns, float* work,
+            T* out) {
   const float g = e.gate ? e.gate[n] : 1.0f;
-  if (e.mode == kPlain) return write_out(z, g, columns, out);
-  if (e.mode == kRelu) {
-    for (int64_t c = 0; c < columns; ++c) store(out + c, z[c] < 0 ? 0 : z[c]);  // NaN passes
+  if (e.activation == kNone && !e.saved) return write_out(z, g, columns, out + n * columns);
+  const int64_t width = !e.saved && e.is_gated ? columns / 2 : columns;
+  const int64_t wide = e.is_gated ? 2 * width : width;
+  float *value = work, *slope = value + width, *before = slope + width;
+  T* hidden = e.hidden ? e.hidden + n * width : nullptr;
+  out += n * wide;
+  if (!e.saved) {
+    if (e.bias)
+      for (int64_t c = 0; c < wide; ++c) z[c] += load(e.bias[expert * wide + c]);
+    if (!hidden) {
+      for (int64_t c = 0; c < wide; ++c) store(out + c, z[c] < 0 ? 0 : z[c]);  // NaN passes
+      return;
+    }
+    write_out(z, 1, wide, out);
+    if (sizeof(T) < sizeof *z)
+      for (int64_t c = 0; c < wide; ++c) z[c] = load(out[c]);  // as the gradient will read it
+    activate(e.activation, z, width, value, slope);
+    for (int64_t c = 0; c < width; ++c)
+      store(hidden + c, value[c] * (e.is_gated ? z[width + c] : 1));
     return;
   }
-  const T* hidden = e.hidden + (e.hidden_rows ? e.hidden_rows[n] : n) * e.hidden_stride;
-  T* gated = e.gated + n * columns;
-  const bool relu = e.mode == kReluGradient;
-  for (int64_t c = 0; c < columns; ++c) {
-    const float h = load(hidden[c]), gz = g * z[c];
-    z[c] *= h;
-    store(gated + c, g * h);
-    store(out + c, relu && h <= 0 ? 0 : gz);
+  const T* saved = e.saved + (e.saved_rows ? e.saved_rows[n] : n) * e.saved_stride;
+  for (int64_t c = 0; c < wide; ++c) before[c] = load(saved[c]);
+  activate(e.activation, before, width, value, slope);
+  if (e.is_gated)
+    for (int64_t c = 0; c < width; ++c) {
+      const float content = before[width + c];
+      store(out + width + c, g * z[c] * value[c]);
+      value[c] *= content;
+      slope[c] *= content;
+    }
+  for (int64_t c = 0; c < width; ++c) {
+    store(hidden + c, g * value[c]);
+    store(out + c, g * z[c] * slope[c]);
+    z[c] *= value[c];
   }
   // The order depends only on the width, not on the row's address.
   float sums[16] = {};
   int64_t c = 0;
-  for (; c + 16 <= columns; c += 16)
+  for (; c + 16 <= width; c += 16)
     for (int i = 0; i < 16; ++i) sums[i] += z[c + i];
-  for (int i = 0; c < columns; ++c, ++i) sums[i] += z[c];
+  for (int i = 0; c < width; ++c, ++i) sums[i] += z[c];
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   e.gate_gradient[n] = sums[0];
@@ -256,25 +345,35 @@ template <typename T>
 void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* bank, int64_t k,
                      int64_t columns, bool transposed, const int32_t* starts, int64_t experts,
                      const Epilogue<T>& e, T* out, int64_t threads) {
-  constexpr int64_t pair = kPair<T>;
+  constexpr int64_t pair = kPair<T>, kMost = kPanel / kBlock * pair;  // summed up at a time
   const int64_t total = starts[experts], even = up(k, pair);
   // Rows a power of two apart evict each other from the L1 cache.
   const int64_t near = up(k, 64 / sizeof(T)) + 64 / sizeof(T), tile_stride = up(columns, kWidth);
   const bool direct = !index && even == k && stride * sizeof(T) % 1024;
-  // Equal shares of the rows, several per thread, scheduled dynamically.
-  const int64_t shares = threads == 1 ? 1 : std::min<int64_t>(threads * 8, up(total, kBlock) / kBlock);
+  // Shares of the rows, several per thread, scheduled dynamically. They begin where the nearest
+  // expert does if that is less than half a share away: each share converts its experts' matrices.
+  const int64_t shares =
+      threads == 1 ? 1 : std::min<int64_t>(threads * 8, up(total, kBlock) / kBlock);
+  const auto edge = [=](int64_t share) {
+    const int64_t row = total * share / shares;
+    const int32_t* next = std::upper_bound(starts, starts + experts, row);
+    const int64_t nearest = *next - row < row - next[-1] ? *next : next[-1];
+    return std::abs(nearest - row) * shares * 2 < total ? nearest : row;
+  };
 #pragma omp parallel num_threads(threads)
   {
-    T* copy = scratch<3, T>(kBlock * near);
-    float* tile = scratch<4, float>(kBlock * tile_stride);
+    T* copy = scratch<2, T>(kBlock * near);
+    float* tile = scratch<3, float>(kBlock * tile_stride);
+    float* work = scratch<4, float>(4 * columns);
 #pragma omp for schedule(dynamic)
     for (int64_t share = 0; share < shares; ++share) {
-      const int64_t low = total * share / shares, high = total * (share + 1) / shares;
+      const int64_t low = edge(share), high = edge(share + 1);
       int64_t expert = std::upper_bound(starts, starts + experts + 1, low) - starts - 1;
       for (int64_t begin = low, end; begin < high; begin = end, ++expert) {
         end = std::min<int64_t>(starts[expert + 1], high);
         if (begin >= end) continue;
-        const Right right = as_right_side(bank + expert * k * columns, k, columns, transposed);
+        const Right right =
+            as_right_side(bank + expert * k * columns, k, columns, transposed, end - begin);
         for (int64_t n = begin; n < end; n += kBlock) {
           const int64_t count = std::min(kBlock, end - n);
           if (!direct)
@@ -283,10 +382,16 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
               std::copy_n(a + (index ? index[n + i] : n + i) * stride, k, copy + i * near);
               if (even > k) copy[i * near + k] = 0;
             }
-          multiply(count, right.columns, even, direct ? stride : near, right.columns, tile_stride,
-                   false, direct ? a + n * stride : copy, right.lanes, tile);
+          const T* rows = direct ? a + n * stride : copy;
+          for (int64_t c = 0; c < right.columns; c += right.panel) {
+            const int64_t width = std::min(right.panel, right.columns - c);
+            const Lane* lanes = right.lanes + c * even / pair;
+            for (int64_t from = 0; from < even; from += kMost, lanes += kMost / pair * width)
+              multiply(count, width, std::min(kMost, even - from), direct ? stride : near, width,
+                       tile_stride, from > 0, rows + from, lanes, tile + c);
+          }
           for (int64_t i = 0; i < count; ++i)
-            finish(e, tile + i * tile_stride, n + i, columns, out + (n + i) * columns);
+            finish(e, tile + i * tile_stride, n + i, expert, columns, work, out);
         }
       }
     }
@@ -398,11 +503,12 @@ void moebius_use(Brgemm<float> float32, Brgemm<bf16> bfloat16, void (*release)(b
 #define MOEBIUS_FUNCTIONS(T, name)                                                                 \
   int64_t moebius_rows_times_bank_##name(                                                          \
       const T* a, int64_t stride, const int32_t* rows, const T* bank, int64_t k, int64_t columns,  \
-      int64_t transposed, const int32_t* starts, int64_t experts, int64_t mode, const float* gate, \
-      const T* hidden, const int32_t* hidden_rows, int64_t hidden_stride, T* gated,                \
-      float* gate_gradient, T* out, int64_t threads) {                                             \
-    const Epilogue<T> e{static_cast<Mode>(mode), gate, hidden, hidden_rows, hidden_stride, gated,  \
-                        gate_gradient};                                                            \
+      int64_t transposed, const int32_t* starts, int64_t experts, int64_t activation,              \
+      int64_t is_gated, const float* gate, const T* bias, T* hidden, const T* saved,               \
+      const int32_t* saved_rows, int64_t saved_stride, float* gate_gradient, T* out,               \
+      int64_t threads) {                                                                           \
+    const Epilogue<T> e{static_cast<Activation>(activation), is_gated != 0, gate, bias, hidden,    \
+                        saved, saved_rows, saved_stride, gate_gradient};                           \
     rows_times_bank<T>(a, stride, rows, bank, k, columns, transposed, starts, experts, e, out,     \
                        threads);                                                                   \
     return failed.exchange(false);                                                                 \

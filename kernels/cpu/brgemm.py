@@ -1,9 +1,9 @@
 """The `brgemm` backend: C++ (brgemm.cpp) around torch's oneDNN micro-kernels for AVX2, AVX-512, AMX.
 
 Both operations consist of two kinds of products: rows times a bank's matrices, and a bank's
-gradient. Gathering, ReLU, gate weights and their gradients run block by block with the products.
-Other activations and biases are torch operations on the hidden rows between products. The outputs of
-a target row are added in route order. The backward reads the same saved tensors as segments.py.
+gradient. Gathering, activations and their biases, gate weights and their gradients run block by block
+with the products. Biases of outputs are torch operations. The outputs of a target row are added in
+route order. The backward reads the same saved tensors as segments.py.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
@@ -32,25 +32,26 @@ from ..calls import (
     SortedRoutes,
 )
 from ..permute import sum_to_sources, sum_to_targets
-from ..reference import hidden_and_pullback, hidden_in_place
+from ..reference import GATES
 from .library import AVX2, AVX512, BFLOAT16, cpu_flags, is_x86, library, workspace
 from .library import call as call_library
 
 # largest relative error of an exact float32 product; rounded operands give about 2e-3
 EXACT = 1e-5
-_PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
+_ACTIVATIONS = {"none": 0, "relu": 1, "relu2": 2, "gelu": 3, "silu": 4}
 
 
 @dataclass(frozen=True)
 class Epilogue:
     """What brgemm.cpp does with a product's rows before it stores them."""
 
-    mode: int = _PLAIN
+    activation: str = "none"
     gate_N: Tensor | None = None
+    bias_EW: Tensor | None = None
+    hidden_NF: Tensor | None = None  # the activation; in a gradient times the gate
     # gradients only
-    hidden: Tensor | None = None
-    hidden_rows_N: Tensor | None = None
-    gated: Tensor | None = None
+    saved: Tensor | None = None
+    saved_rows_N: Tensor | None = None
     grad_gate_N: Tensor | None = None
 
 
@@ -64,12 +65,12 @@ class Brgemm(Backend):
         saved = call.x_UD.new_empty(num_routes + ROW_SLACK, call.w_up_EDW.shape[2])
         z, source_rows = saved[:num_routes], _int32(call.source_rows())
         gate = call.gates(torch.float32)
-        fused = call.activation == "relu" and call.b_up_EW is None
-        epilogue = Epilogue(_RELU if fused else _PLAIN)
+        # a ReLU's gradient needs only its result
+        shape = num_routes, call.w_down_EFO.shape[1]
+        hidden = z if call.activation == "relu" else workspace("hidden", shape, z)
+        written = None if hidden is z else hidden
+        epilogue = Epilogue(call.activation, None, call.b_up_EW, written)
         _rows_times_bank(call.x_UD, source_rows, call.w_up_EDW, call.starts_E1, z, epilogue)
-        if call.b_up_EW is not None:
-            z += _of_rows(call.b_up_EW, call)
-        hidden = z if fused else hidden_in_place(z, call.activation)
         outputs = _outputs(hidden, None, call.w_down_EFO, call, gate)
         if call.b_down_EO is not None:
             outputs += _of_rows(call.b_down_EO, call) * gate[:, None].to(outputs.dtype)
@@ -81,21 +82,19 @@ class Brgemm(Backend):
         """Implements `Backend.mlp_backward`; the gate's gradient is h · (dy·Wᵀ)."""
         source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
         gate, saved = call.gates(torch.float32), saved[: call.num_routes]
-        is_relu = call.activation == "relu"
-        hidden, pullback = hidden_and_pullback(saved, call.activation)
-        d_hidden, gated = (workspace(name, hidden.shape, saved) for name in ("d_hidden", "gated"))
-        grad_gate, mode = torch.empty_like(gate), _RELU_GRADIENT if is_relu else _GRADIENT
-        epilogue = Epilogue(mode, gate, hidden, None, gated, grad_gate)
+        d_z = workspace("d_z", saved.shape, saved)
+        gated = workspace("hidden", (call.num_routes, call.w_down_EFO.shape[1]), saved)
+        grad_gate = torch.empty_like(gate)
+        epilogue = Epilogue(call.activation, gate, None, gated, saved, None, grad_gate)
         _rows_times_bank(
             grad_TO,
             target_rows,
             call.w_down_EFO,
             call.starts_E1,
-            d_hidden,
+            d_z,
             epilogue,
             transposed=True,
         )
-        d_z = d_hidden if is_relu else pullback(d_hidden)
         grad_b_up = grad_b_down = None
         if call.b_down_EO is not None:
             dy = grad_TO.index_select(0, target_rows)
@@ -140,7 +139,7 @@ class Brgemm(Backend):
         else:
             gated = workspace("gated", (num_routes, width_in), x_UD)
             grad_gate, grad_rows = torch.empty_like(gate), x_UD.new_empty(num_routes, width_in)
-            epilogue = Epilogue(_GRADIENT, gate, x_UD, source_rows, gated, grad_gate)
+            epilogue = Epilogue("none", gate, None, gated, x_UD, source_rows, grad_gate)
             _rows_times_bank(
                 grad_TO, target_rows, call.w_EDO, starts_E1, grad_rows, epilogue, transposed=True
             )
@@ -187,13 +186,14 @@ def _rows_times_bank(
     """
     num_experts, k, columns = bank_EKC.shape
     k, columns = (columns, k) if transposed else (k, columns)
-    e, hidden = epilogue, epilogue.hidden
+    e, saved = epilogue, epilogue.saved
     _call(
         "rows_times_bank",
         rows,
         *(rows, rows.stride(0), index_N, bank_EKC, k, columns, transposed, starts_E1, num_experts),
-        *(e.mode, e.gate_N, hidden, e.hidden_rows_N, 0 if hidden is None else hidden.stride(0)),
-        *(e.gated, e.grad_gate_N, out_NC),
+        *(_ACTIVATIONS[GATES.get(e.activation, e.activation)], e.activation in GATES),
+        *(e.gate_N, e.bias_EW, e.hidden_NF),
+        *(saved, e.saved_rows_N, 0 if saved is None else saved.stride(0), e.grad_gate_N, out_NC),
     )
 
 
@@ -209,7 +209,7 @@ def _outputs(
     """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places n, in a workspace."""
     columns = bank_EKC.shape[1 if transposed else 2]
     outputs = workspace("outputs", (routes.num_routes, columns), rows)
-    epilogue = Epilogue(_PLAIN, gate_N)
+    epilogue = Epilogue(gate_N=gate_N)
     starts_E1 = routes.starts_E1
     _rows_times_bank(rows, index_N, bank_EKC, starts_E1, outputs, epilogue, transposed=transposed)
     return outputs
@@ -330,7 +330,7 @@ def relative_error() -> float:
     a = torch.randn(77, 412, generator=generator)
     b, out = torch.randn(1, 412, 128, generator=generator), torch.empty(77, 128)
     starts = torch.tensor([0, len(a)], dtype=torch.int32)
-    no_epilogue: list[Tensor | int | None] = [0, None, None, None, 0, None, None]
+    no_epilogue: list[Tensor | int | None] = [0, 0, None, None, None, None, None, 0, None]
     status = call_library(
         "rows_times_bank_float32",
         *(a, 412, None, b, 412, 128, False, starts, 1, *no_epilogue, out, 1),

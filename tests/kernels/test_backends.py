@@ -112,6 +112,20 @@ def test_mlp_equals_the_reference(
         check(operation, x.to(dtype), weights, kind, backend)
 
 
+@pytest.mark.parametrize("widths", [(1025, 70), (70, 2100), (513, 300)], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize(("backend", "dtype"), KINDS[3:5])
+def test_experts_larger_than_a_panel_equal_the_reference(
+    activation: str, widths: tuple[int, int], backend: str, dtype: torch.dtype
+) -> None:
+    """Widths around the edges of panels and of sums over k; the third expert is empty."""
+    case = Case(560, *widths, experts=2, top_k=1)
+    operation, x, weights, routes = make_call(case, activation, "no bias", kink=False)
+    weights = [torch.cat((w, w[:1])).to(dtype) for w in weights]
+    routes = replace(routes, num_experts=3)
+    check(operation, x.to(dtype), weights, routes, backend)
+
+
 @pytest.mark.sample(30)
 @every_kind
 @pytest.mark.parametrize("widths", [(24, 8), (8, 24), (8, 8), (412, 82), (82, 412)], ids=str)
@@ -220,6 +234,27 @@ def test_the_activations_are_what_their_names_say(activation: str) -> None:
     for backend in ("reference", "segments"):
         y = routed_mlp(z, w_up, one, routes, activation=activation, backend=backend)
         torch.testing.assert_close(y, expected[activation], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), KINDS[3:5])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fused_activations_are_accurate_everywhere(
+    activation: str, backend: str, dtype: torch.dtype
+) -> None:
+    """Values and slopes, of which norms would show only the largest, and extremes that overflow."""
+    z = torch.cat((torch.linspace(-12, 12, 481), torch.tensor([-1e4, 1e4]))).to(dtype)[:, None]
+    w_up = torch.tensor([[[1.0, -0.5]]] if activation in GATES else [[[1.0]]])
+    routes = token_routes(
+        torch.zeros(len(z), 1, dtype=torch.int64), torch.ones(len(z), 1), num_experts=1
+    )
+    found = []
+    for backend_, dtype_ in ((backend, dtype), ("reference", F64)):
+        x, one = z.to(dtype_).requires_grad_(), torch.ones(1, 1, 1, dtype=dtype_)
+        y = routed_mlp(x, w_up.to(dtype_), one, routes, activation=activation, backend=backend_)
+        found.append((y.double(), torch.autograd.grad(y.sum(), x)[0].double()))
+    rtol, atol = (1e-5, 1e-7) if dtype is F32 else (2e-2, 1e-3)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 @every_kind

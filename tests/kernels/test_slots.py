@@ -16,6 +16,7 @@ from row_order import assert_reordered, reordered
 from torch import Tensor
 
 from moebius.kernels.backend import reason_against
+from moebius.kernels.cpu import brgemm
 from moebius.kernels.functional import routed_linear
 from moebius.kernels.reference import ACTIVATIONS
 from moebius.model.routing import token_routes
@@ -157,3 +158,25 @@ def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
         for count in (*range(1, 20), 63, 64, 65, 300):
             for mine, theirs in zip(run(count), whole, strict=True):
                 assert_reordered(mine, theirs[:count], bound)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["matrix", "transposed"])
+@pytest.mark.parametrize("k", [1023, 1024, 1025, 2047, 2048, 2049, 2050])
+@pytest.mark.parametrize(("backend", "dtype"), KINDS[3:])
+def test_a_row_among_others_has_the_same_bits_by_matrices_in_panels(
+    backend: str, dtype: torch.dtype, k: int, transposed: bool
+) -> None:
+    """With sums around the lengths at which they are divided, and with so few rows that a float32
+    matrix is not copied, so many that it is.
+    """
+    generator = torch.Generator().manual_seed(k)
+    rows = torch.randn(300, k, generator=generator).to(dtype)
+    matrix = torch.randn(k, 144, generator=generator).to(dtype)
+    given = matrix.T.contiguous() if transposed else matrix
+    whole = brgemm.product(rows, given, transposed=transposed)
+    expected = rows.double() @ matrix.double()
+    error = (whole.double() - expected).norm() / expected.norm()
+    assert error < (1e-6 if dtype is torch.float32 else 3e-3)
+    for count in (1, 5, 63, 64, 65, 255, 256):
+        few = brgemm.product(rows[:count], given, transposed=transposed)
+        assert torch.equal(few, whole[:count]), count
