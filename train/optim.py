@@ -195,26 +195,35 @@ def make_optimizer(
     Args:
         config: of the optimizer.
         named: the parameters to update, with their names.
-        fused: update each group in one kernel, which rounds in another order; otherwise about ten
-            operations over all its tensors do, and the host reads every tensor's step count. None:
-            on GPUs, where launches are expensive. On CPUs it is faster too, but torch rounds the
-            last elements of a tensor, or of a thread's part, differently: copies of an expert in
-            different slots would drift apart (train/expert_placement.py).
+        fused: update each parameter in one kernel, which rounds in another order; otherwise about
+            ten operations over all tensors of a group do, and the host reads every tensor's step
+            count. None: on GPUs, and on CPUs where the bits do not depend on the layout.
     """
     groups: dict[Any, list[Parameter]] = {}
-    named = list(named)
-    if fused is None:
-        fused = all(parameter.device.type == "cuda" for _, parameter in named)
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         decay = 0.0 if name in WITHOUT_DECAY else config.weight_decay
-        groups.setdefault((mesh, decay), []).append(parameter)
+        in_one = _rounds_alike_anywhere(parameter) if fused is None else fused
+        groups.setdefault((mesh, decay, in_one), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for (_, decay), group in groups.items()],
+        [
+            {"params": group, "weight_decay": decay, "fused": in_one, "foreach": not in_one}
+            for (_, decay, in_one), group in groups.items()
+        ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         weight_decay=config.weight_decay,
-        foreach=not fused,
-        fused=fused,
     )
+
+
+def _rounds_alike_anywhere(parameter: Parameter) -> bool:
+    """Returns whether the fused kernel gives an element the same bits at any place in a tensor.
+
+    On CPUs torch rounds the elements after a tensor's last whole 64 bytes differently. Experts move
+    between slots, have copies and are sharded by the first dimension, so each must fill 64 bytes.
+    """
+    if parameter.device.type != "cpu":
+        return True
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return math.prod(local.shape[1:]) * local.element_size() % 64 == 0
