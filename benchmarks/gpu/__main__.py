@@ -38,7 +38,11 @@ TO_END_S = 12.0  # between these and its limit
 POLL_S = 0.2
 WHOLE_S = 540.0
 MOEBIUS = (sys.executable, "-c", "from moebius.cli.main import main; main()")
-TESTS = ("tests/kernels/triton/test_gpu.py", "tests/test_gpu.py")
+TESTS = (
+    "tests/kernels/triton/test_gpu.py",
+    "tests/test_gpu.py",
+    "tests/model/test_varlen.py::test_bfloat16_is_as_exact_as_with_the_mask",
+)
 RUN = (
     *("mesh.ep=1", "mesh.dp_replicate=1", "job.num_nodes=1", "job.ranks_per_node=1"),
     *("train.device=cuda", "train.steps=60", "train.log_every=1", "train.eval_every=60"),
