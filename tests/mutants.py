@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed optimizer forgets how many steps it made", "train/state.py",
-        "step.fill_(float(updates))", "step.fill_(0.0)",
+        "step + (updates - 1)", "step",
         ("tests/train/test_parity.py::test_resumed_equals_uninterrupted_bit_for_bit",),
     ),
     Mutant(
@@ -257,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "documents weigh alike in a loss, whatever their length", "model/balance.py",
-        "    rows_DB = sums[\"document_rows\"]\n", "    rows_DB = (sums[\"document_rows\"] > 0).float()\n",
+        'rows_DB = sums["document_rows"].to(', 'rows_DB = (sums["document_rows"] > 0).to(',
         (f"{DOCUMENTS}::test_a_loss_over_documents_is_the_mean_of_their_own",),
     ),
     Mutant(
