@@ -6,12 +6,12 @@
 //   bank_gradient      W'[e] += sum over n of A[rows_a[n]]^T * B[rows_b[n]]
 //
 // This file does the work around the micro-kernels: it gathers rows block by block into the L2
-// cache, brings matrices into panels of columns that stay there, and applies biases, activations,
-// gate weights and their gradients to a block's results before they leave the cache. oneDNN compiles
-// a kernel for every new shape (some 0.1 ms), so shapes come from a small set: at most kBlock rows,
-// the columns of a panel, and in gradients sums over a multiple of kStep and at most kDepth. Every
-// element of a result is a sum over k in an order that depends on k alone, so a row's result depends
-// neither on other rows nor on the number of threads.
+// cache, brings large matrices into it panel by panel, and applies biases, activations, gate
+// weights and their gradients to the results before they are stored. oneDNN compiles a kernel for
+// every new shape (some 0.1 ms), so shapes come from a small set: at most kBlock rows, the columns
+// of a panel, and in gradients sums over a multiple of kStep and at most kDepth. Every element of a
+// result is a sum over k in an order that depends on k alone, so a row's result depends neither on
+// other rows nor on the number of threads.
 //
 // A lane is 32 bits: a float, or two bfloat16 consecutive along k, the layout of bfloat16 dot
 // products. The plain C interface without torch headers compiles in seconds. The micro-kernels are
@@ -40,7 +40,9 @@ using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ld
 constexpr int64_t kBlock = 64;   // rows that are multiplied at a time
 constexpr int64_t kDepth = 192;  // rows that a weight gradient sums up at a time
 constexpr int64_t kColumns = 512;  // of a weight gradient that are made at a time
-constexpr int64_t kPanel = 1 << 16;  // lanes of a panel, 256 KiB; longer sums are divided
+constexpr int64_t kPanel = 1 << 16;  // lanes of a panel, 256 KiB
+constexpr int64_t kGroup = 1024;     // rows that a panel of a large matrix is used for at a time
+constexpr int64_t kHeld = 1 << 22;   // of their elements, at most
 constexpr int64_t kStep = 8;
 constexpr int64_t kAhead = 3;   // rows or pairs of rows
 constexpr int64_t kWidth = 16;  // the kernels take whole vectors of columns, and tails are slower
@@ -181,44 +183,28 @@ void transpose(const Lane* in, int64_t in_stride, int64_t rows, int64_t columns,
   }
 }
 
-// A matrix whose lanes run along k, in panels of columns that stay in the L2 cache.
-struct Right {
-  const Lane* lanes;
-  int64_t columns;  // of the matrix, then what may be anything
-  int64_t panel;    // columns of a panel, and as far apart are its lanes; the last may be narrower
-};
-
-// Converts a bank's (k x n) matrix, or the transpose of a stored (n x k) one, to lanes along k.
-// `rows` will be multiplied by it: for few of them, copying a large matrix does not pay.
+// Converts `depth` rows and `width` columns of a bank's (k x n) matrix, or of the transpose of a
+// stored (n x k) one, to lanes along k; `from` is their first element.
 template <typename T>
-Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed, int64_t rows) {
+void as_panel(const T* from, int64_t k, int64_t n, bool transposed, int64_t depth, int64_t width,
+              Lane* out, int64_t stride) {
   constexpr int64_t pair = kPair<T>;
-  const int64_t depth = up(k, pair) / pair, columns = up(n, kWidth);
-  if (!transposed && pair == 1 && n % kWidth == 0 && (k * n <= 2 * kPanel || rows < 4 * kBlock))
-    return {reinterpret_cast<const Lane*>(matrix), n, n};
-  const int64_t panel = std::min(columns, std::max(kBlock, kPanel / depth / kWidth * kWidth));
-  Lane* out = scratch<0, Lane>(depth * columns);
-  const T* even = matrix;
-  if (transposed && k % pair) {
-    T* copy = scratch<1, T>(n * depth * pair);
-    for (int64_t i = 0; i < n; ++i) {
-      std::copy_n(matrix + i * k, k, copy + i * depth * pair);
-      copy[i * depth * pair + k] = 0;
+  const int64_t even = up(depth, pair);
+  if (!transposed)
+    for (int64_t i = 0; i < depth; i += pair, out += stride) {
+      const T* two[] = {from + i * n, from + (i + 1) * n};
+      as_lanes(two, std::min(pair, depth - i), width, out, stride);
     }
-    even = copy;
+  else if (k % pair == 0)
+    transpose(reinterpret_cast<const Lane*>(from), k / pair, width, depth / pair, out, stride);
+  else {
+    T* copy = scratch<1, T>(width * even);
+    for (int64_t i = 0; i < width; ++i) {
+      std::copy_n(from + i * k, depth, copy + i * even);
+      if (even > depth) copy[i * even + depth] = 0;
+    }
+    transpose(reinterpret_cast<const Lane*>(copy), even / pair, width, even / pair, out, stride);
   }
-  for (int64_t c = 0; c < n; c += panel) {
-    const int64_t width = std::min(panel, n - c), stride = std::min(panel, columns - c);
-    Lane* to = out + c * depth;
-    if (transposed)
-      transpose(reinterpret_cast<const Lane*>(even) + c * depth, depth, width, depth, to, stride);
-    else
-      for (int64_t i = 0; i < k; i += pair, to += stride) {
-        const T* two[] = {matrix + i * n + c, matrix + (i + 1) * n + c};
-        as_lanes(two, std::min(pair, k - i), width, to, stride);
-      }
-  }
-  return {out, columns, panel};
 }
 
 enum Activation : int64_t { kNone = 0, kRelu = 1, kRelu2 = 2, kGelu = 3, kSilu = 4 };
@@ -345,10 +331,15 @@ template <typename T>
 void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* bank, int64_t k,
                      int64_t columns, bool transposed, const int32_t* starts, int64_t experts,
                      const Epilogue<T>& e, T* out, int64_t threads) {
-  constexpr int64_t pair = kPair<T>, kMost = kPanel / kBlock * pair;  // summed up at a time
+  constexpr int64_t pair = kPair<T>;
   const int64_t total = starts[experts], even = up(k, pair);
+  // Panels are `deep` x `panel` elements, whose results are added up in this order for any rows.
+  const int64_t wide = up(columns, kWidth), deep = std::min(even, kPanel / kBlock * pair);
+  const int64_t panel = std::min(wide, kPanel * pair / deep / kWidth * kWidth);
+  const int64_t group =
+      std::clamp(kHeld / std::max(wide, even) / kBlock * kBlock, kBlock, kGroup);
   // Rows a power of two apart evict each other from the L1 cache.
-  const int64_t near = up(k, 64 / sizeof(T)) + 64 / sizeof(T), tile_stride = up(columns, kWidth);
+  const int64_t near = up(k, 64 / sizeof(T)) + 64 / sizeof(T);
   const bool direct = !index && even == k && stride * sizeof(T) % 1024;
   // Shares of the rows, several per thread, scheduled dynamically. They begin where the nearest
   // expert does if that is less than half a share away: each share converts its experts' matrices.
@@ -362,8 +353,9 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
   };
 #pragma omp parallel num_threads(threads)
   {
-    T* copy = scratch<2, T>(kBlock * near);
-    float* tile = scratch<3, float>(kBlock * tile_stride);
+    Lane* packed = scratch<0, Lane>(deep / pair * panel);
+    T* copy = scratch<2, T>(group * near);
+    float* tile = scratch<3, float>(group * wide);
     float* work = scratch<4, float>(4 * columns);
 #pragma omp for schedule(dynamic)
     for (int64_t share = 0; share < shares; ++share) {
@@ -372,10 +364,14 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
       for (int64_t begin = low, end; begin < high; begin = end, ++expert) {
         end = std::min<int64_t>(starts[expert + 1], high);
         if (begin >= end) continue;
-        const Right right =
-            as_right_side(bank + expert * k * columns, k, columns, transposed, end - begin);
-        for (int64_t n = begin; n < end; n += kBlock) {
-          const int64_t count = std::min(kBlock, end - n);
+        const T* matrix = bank + expert * k * columns;
+        // For few rows copying does not pay.
+        const bool in_place = !transposed && pair == 1 && columns == wide &&
+                              (k * columns <= 2 * kPanel || end - begin < 2 * kBlock);
+        const int64_t step = in_place ? wide : panel;
+        const bool is_one = step == wide && deep == even;
+        for (int64_t n = begin, count; n < end; n += count) {
+          count = std::min(is_one ? kBlock : group, end - n);
           if (!direct)
             for (int64_t i = 0; i < count; ++i) {
               if (index && n + i + kAhead < high) fetch(a + index[n + i + kAhead] * stride, k);
@@ -383,15 +379,21 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
               if (even > k) copy[i * near + k] = 0;
             }
           const T* rows = direct ? a + n * stride : copy;
-          for (int64_t c = 0; c < right.columns; c += right.panel) {
-            const int64_t width = std::min(right.panel, right.columns - c);
-            const Lane* lanes = right.lanes + c * even / pair;
-            for (int64_t from = 0; from < even; from += kMost, lanes += kMost / pair * width)
-              multiply(count, width, std::min(kMost, even - from), direct ? stride : near, width,
-                       tile_stride, from > 0, rows + from, lanes, tile + c);
-          }
+          const int64_t apart = direct ? stride : near;
+          for (int64_t c = 0; c < wide; c += step)
+            for (int64_t from = 0; from < even; from += deep) {
+              const int64_t width = std::min(step, wide - c), depth = std::min(deep, even - from);
+              const T* first = matrix + (transposed ? c * k + from : from * columns + c);
+              if (!in_place && (!is_one || n == begin))
+                as_panel(first, k, columns, transposed, std::min(depth, k - from),
+                         std::min(width, columns - c), packed, width);
+              const Lane* lanes = in_place ? reinterpret_cast<const Lane*>(first) : packed;
+              for (int64_t i = 0; i < count; i += kBlock)
+                multiply(std::min(kBlock, count - i), width, depth, apart, width, wide, from > 0,
+                         rows + i * apart + from, lanes, tile + i * wide + c);
+            }
           for (int64_t i = 0; i < count; ++i)
-            finish(e, tile + i * tile_stride, n + i, expert, columns, work, out);
+            finish(e, tile + i * wide, n + i, expert, columns, work, out);
         }
       }
     }
