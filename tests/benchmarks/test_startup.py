@@ -13,7 +13,7 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 from benchmarks.startup import ROOT, cases, measure, write_run
-measured = {case.name: case for case in cases(write_run(Path(sys.argv[1]) / "run"))}
+measured = {case.name: case for case in cases(write_run(Path(sys.argv[1]) / "run", 1000))}
 names = ("python", "moebius status", "moebius logs", "moebius stop", "moebius watch")
 print(json.dumps({name: vars(measure(measured[name], ROOT.parent)) for name in names}))
 assert "torch" not in sys.modules, "its memory would be counted as that of what is measured"

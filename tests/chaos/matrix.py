@@ -116,7 +116,7 @@ MATRIX = (
         tests/cluster/supervise/test_job_supervisor.py::test_a_restarted_supervisor_takes_over_the_generation_that_goes_on
         tests/cluster/supervise/test_job_supervisor.py::test_a_supervisor_with_a_successor_ends_nothing
         tests/cluster/supervise/test_job_supervisor.py::test_a_restarted_supervisor_goes_on_and_remembers_the_failures
-        tests/cluster/supervise/test_job_supervisor.py::test_a_supervisor_that_was_superseded_writes_nothing_more
+        tests/cluster/supervise/test_job_supervisor.py::test_a_supervisor_with_a_successor_ends_nothing
         """,
     ),
     Fault(

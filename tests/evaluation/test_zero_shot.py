@@ -251,7 +251,7 @@ def test_a_folder_that_was_prepared_for_another_vocabulary(
     path.write_text(json.dumps(config))
     answer = evaluate(tmp_path / "run", "--tasks", "piqa")
     assert answer.code == 2
-    assert re.search(r"has 2\d\d ids, but the run was trained with 257", answer.text), answer.text
+    assert "was prepared with another tokenizer (" in answer.text
 
 
 def test_a_mixture_is_drawn_several_times(

@@ -125,7 +125,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
     with assembled(config, run_dir) as run:
         process = run.process
         run.log = MetricsLog(run_dir, active=False)
-        before = {id(parameter) for parameter in run.optimizer.state}
+        before = {id(parameter) for parameter in run.model.parameters()}
         with open_loader(run, None) as loader:
             for _ in range(STEPS):
                 move_experts(run, step(run, next(loader), 1e-3))

@@ -89,7 +89,9 @@ def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts,
     SGD shows a wrong scale.
     """
     with assembled(config, run_dir) as run:
-        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0, foreach=False)  # type: ignore[assignment]
+        run.optimizer = torch.optim.SGD(
+            run.model.parameters(), lr=config.optim.learning_rate, foreach=False
+        )  # type: ignore[assignment]
         losses, gradients = [], {}
         with open_loader(run, None) as loader:
             for _ in range(2):

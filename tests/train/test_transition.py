@@ -15,6 +15,7 @@ from moebius.model.routing import Mixture
 from moebius.train.config.run_config import Config
 from moebius.train.loop import step
 from moebius.train.rank_data import open_loader
+from moebius.train.state import allocate_moments
 
 SWITCH, STEPS = 4, 8
 
@@ -56,6 +57,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
             layer.feed_forward.router.register_forward_hook(
                 lambda _m, _i, routing: plans.append(type(routing.plan))
             )
+        allocate_moments(run.model, run.optimizer, 0)
         state = {p: run.optimizer.state[p]["exp_avg"] for p in run.model.parameters()}
         with open_loader(run, None) as loader:
             for _ in range(config.train.steps):

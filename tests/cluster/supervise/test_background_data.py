@@ -246,12 +246,18 @@ def progress(done: int, *, news: str = "") -> PrepareProgress:
 
 
 def test_both_progresses_are_shown_at_once(tmp_path):
+    Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
     log = ProgressLog(tmp_path)
     for done in (3, 4, 5):
         log.write(progress(done, news="c[1].txt is left out" if done == 5 else ""))
-    Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
-    train = {"kind": "train", "time": 5.0, "step": 7, "loss": 2.5, "tokens_per_s": 99.0}
-    wait = {"kind": "data_wait", "time": 6.0, "step": 7, "seconds": 20.0, "reason": "segment 3"}
+    train = {"kind": "train", "time": time.time() + 1, "step": 7, "loss": 2.5, "tokens_per_s": 99.0}
+    wait = {
+        "kind": "data_wait",
+        "time": time.time() + 2,
+        "step": 7,
+        "seconds": 20.0,
+        "reason": "segment 3",
+    }
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(train)}\n{json.dumps(wait)}\n")
     view = View(tmp_path)
     events = [event.text for event in view.refresh()]
