@@ -343,8 +343,8 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
   const bool direct = !index && even == k && stride * sizeof(T) % 1024;
   // Shares of the rows, several per thread, scheduled dynamically. They begin where the nearest
   // expert does if that is less than half a share away: each share converts its experts' matrices.
-  const int64_t shares =
-      threads == 1 ? 1 : std::min<int64_t>(threads * 8, up(total, kBlock) / kBlock);
+  const int64_t several = std::clamp(total / (4 * kBlock), threads * 2, threads * 8),
+                shares = threads == 1 ? 1 : std::min(several, up(total, kBlock) / kBlock);
   const auto edge = [=](int64_t share) {
     const int64_t row = total * share / shares;
     const int32_t* next = std::upper_bound(starts, starts + experts, row);
