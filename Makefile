@@ -41,13 +41,13 @@ test-all: $(VENV)/.installed-satellites  ## run the tests of the core and of its
 	$(MAKE) $(SATELLITES:%=test-%)
 
 test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the slow ones too
-	$(PYTEST) -m 'not nightly' conform/tests
+	$(PYTEST) -m '' conform/tests
 
 test-dashboard: $(VENV)/.installed-satellites  ## run the tests of dashboard/, in a browser too if there is one
-	$(PYTEST) -m 'not nightly' dashboard/tests
+	$(PYTEST) -m '' dashboard/tests
 
 test-science: $(VENV)/.installed-satellites  ## run the tests of science/, the slow ones too
-	$(PYTEST) -m 'not nightly' science/tests
+	$(PYTEST) -m '' science/tests
 
 rounding: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run numeric tests as on processors whose sums depend on the number of rows
 	MOEBIUS_TEST_ROW_ORDER=1 $(PYTEST) $(ROUNDING)
