@@ -4,12 +4,12 @@ Every other backend is tested against the loops, in value and in every gradient.
 float64 included, and autograd differentiates them. Cost: one gather, two products and one scatter
 per expert; nothing is fused, and autograd saves everything.
 
-Other backends take an activation's value and slope from here, because a row's result must not depend
-on its position in a tensor (segments.py says why). On CPUs, torch's silu, gelu and sigmoid break
-this: a loop's vectorised body and its scalar tail round differently. exp and erfc have no such tail,
-and IEEE additions, products and quotients are correctly rounded, so only these are used here. (On
-ARM, erf rounds the four elements of a vector differently if one of them is large.) Cost: five to ten
-passes over a segment's hidden rows instead of one, beside two products that cost more.
+Backends of torch operations take an activation's value and slope from here, because a row's result
+must not depend on its position in a tensor (segments.py says why). On CPUs, torch's silu, gelu and
+sigmoid break this: a loop's vectorised body and its scalar tail round differently. exp and erfc have
+no such tail, and IEEE additions, products and quotients are correctly rounded, so only these are used
+here. (On ARM, erf rounds the four elements of a vector differently if one of them is large.) Cost:
+five to ten passes over a segment's hidden rows instead of one, beside two products that cost more.
 
 Legend: U source rows, N routes, E experts, D input width, R rows of one expert, F hidden width, W
 columns before the activation (F, or 2F where it is gated), O output width.
