@@ -341,15 +341,16 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
   // Rows a power of two apart evict each other from the L1 cache.
   const int64_t near = up(k, 64 / sizeof(T)) + 64 / sizeof(T);
   const bool direct = !index && even == k && stride * sizeof(T) % 1024;
-  // Shares of the rows, several per thread, scheduled dynamically. They begin where the nearest
-  // expert does if that is less than half a share away: each share converts its experts' matrices.
+  // Equal shares of the rows, several per thread, scheduled dynamically. Converting a large matrix
+  // twice is costly: there they begin where an expert does if that is within half a share.
   const int64_t several = std::clamp(total / (4 * kBlock), threads * 2, threads * 8),
                 shares = threads == 1 ? 1 : std::min(several, up(total, kBlock) / kBlock);
   const auto edge = [=](int64_t share) {
     const int64_t row = total * share / shares;
     const int32_t* next = std::upper_bound(starts, starts + experts, row);
     const int64_t nearest = *next - row < row - next[-1] ? *next : next[-1];
-    return std::abs(nearest - row) * shares * 2 < total ? nearest : row;
+    const bool is_large = panel < wide || deep < even;
+    return is_large && std::abs(nearest - row) * shares * 2 < total ? nearest : row;
   };
 #pragma omp parallel num_threads(threads)
   {
