@@ -10,6 +10,7 @@ from parts import make_config
 from small_corpus import shards_of_words
 from world import run_ranks
 
+from moebius.kernels.fused import router
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
@@ -33,11 +34,13 @@ MODEL = ModelConfig(
 )
 
 
-def loss_and_gradients(device: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    device: str, dtype: torch.dtype, *, seed: int = 0
+) -> tuple[float, dict[str, torch.Tensor]]:
     model = Transformer(MODEL)
     initialise(model, 0)
     model.to(device)
-    tokens = torch.randint(257, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = torch.randint(257, (4, 64), generator=torch.Generator().manual_seed(seed)).to(device)
     output = forward_in(model, dtype, tokens)
     loss = output.logits_BSV.logsumexp(-1).mean() + output.regularisation_B.mean()
     loss.backward()
@@ -49,13 +52,20 @@ def loss_and_gradients(device: str, dtype: torch.dtype) -> tuple[float, dict[str
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype) -> None:
-    """In bfloat16 up to the CPU's own rounding error, which occurs at other places."""
+    """In bfloat16 up to the CPU's own rounding error, which occurs at other places.
+
+    A rounding that changes an expert decides about the error, and which input has one is chance: the
+    CPU's errors are those of several inputs.
+    """
     expected = loss_and_gradients("cpu", torch.float32)
     found = errors(loss_and_gradients("cuda", dtype), expected)
     allowed = dict.fromkeys(found, 1e-4)
     if dtype is torch.bfloat16:
-        rounding = errors(loss_and_gradients("cpu", dtype), expected)
-        allowed = {name: max(1e-2, 2 * error) for name, error in rounding.items()}
+        rounding = [
+            errors(*(loss_and_gradients("cpu", each, seed=seed) for each in (dtype, torch.float32)))
+            for seed in range(8)
+        ]
+        allowed = {name: max(1e-2, 2 * max(each[name] for each in rounding)) for name in found}
     too_far = {name: error for name, error in found.items() if error > allowed[name]}
     assert not too_far, {name: (error, allowed[name]) for name, error in too_far.items()}
 
@@ -79,10 +89,25 @@ def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() ->
     assert rounding["loss"] < 1e-2
 
 
+def three_products(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    """A router's logits as the kernel computes them (kernels/triton/router.py)."""
+    high, low = zip(*(halves(value) for value in (x_TD, weight_ED)), strict=True)
+    return low[0] @ high[1].T + high[0] @ low[1].T + high[0] @ high[1].T
+
+
+def halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high = value.bfloat16().float()
+    return high, (value - high).bfloat16().float()
+
+
 @needs_gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_the_whole_family_equals_the_cpu(name: str) -> None:
+def test_the_whole_family_equals_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluation, because a GPU draws other random numbers than a CPU."""
+    logits_of = router._logits
+    monkeypatch.setattr(
+        router, "_logits", lambda x, w: (logits_of if x.is_cuda else three_products)(x, w)
+    )
     tokens = torch.randint(VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(0))
     found = []
     for device in ("cpu", "cuda"):

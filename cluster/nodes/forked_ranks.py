@@ -126,10 +126,6 @@ class WarmElasticAgent(LocalElasticAgent):
         finally:
             module.start_processes = original
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ends the ranks; torch would wait 30 s for a rank that survives SIGTERM."""
-        super()._shutdown(death_sig, min(timeout, GRACE_S))
-
     def _release(self, **arguments: Any) -> PContext:
         known = ("name", "entrypoint", "args", "envs", "logs_specs", "log_line_prefixes")
         context = _ForkedRanks(**{name: arguments[name] for name in known})
@@ -142,6 +138,10 @@ class _ForkedRanks(SubprocessContext):
     """Shows torch the forked ranks of a node; only their start differs."""
 
     forked: Sequence[ForkedRank] = ()
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = GRACE_S) -> None:
+        """Ends the ranks; torch would wait 30 s for a rank that survives SIGTERM."""
+        super().close(death_sig, min(timeout, GRACE_S))
 
     def _start(self) -> None:
         inherited = dict(os.environ)

@@ -148,12 +148,21 @@ def _select(
 
 
 @triton.jit
-def _gates(values, chosen, slot_mask, GATE: tl.constexpr):
-    """Computes the gates of the chosen logits `chosen` (SELECT, SLOTS) of the rows `values`."""
+def _gates(values, chosen, slots, K: tl.constexpr, GATE: tl.constexpr):
+    """Computes the gates of the chosen logits `chosen` (SELECT, SLOTS) of the rows `values`.
+
+    Chosen logits are added one by one: threads hold given experts' logits otherwise than selected
+    ones, and a reduction's order follows from that.
+    """
     if GATE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-chosen))
     if GATE == "softmax_of_chosen":
-        values = tl.where(slot_mask[None, :], chosen, float("-inf"))[None, :, :]
+        most = tl.max(tl.where((slots < K)[None, :], chosen, float("-inf")), 1)
+        shares = tl.exp(chosen - most[:, None])
+        total = tl.zeros_like(most)
+        for k in range(K):
+            total += tl.sum(tl.where((slots == k)[None, :], shares, 0.0), 1)
+        return shares / total[:, None]
     most = tl.max(tl.max(values, 0), 1)
     total = tl.sum(tl.sum(tl.exp(values - most[None, :, None]), 0), 1)
     return tl.exp(chosen - most[:, None]) / total[:, None]
@@ -230,7 +239,7 @@ def route(
             tl.store(experts + to, expert, mask=to_mask)
             at = logits + line[:, None] * A + (expert - first_expert)
             chosen = tl.load(at, mask=to_mask, other=0.0)
-        tl.store(gates + to, _gates(values, chosen, slots < K, GATE), mask=to_mask)
+        tl.store(gates + to, _gates(values, chosen, slots, K, GATE), mask=to_mask)
 
 
 def route_top_k(
