@@ -18,6 +18,9 @@ from moebius.train.recipes.family import FAMILY
 NAMES = tuple(FAMILY)
 VOCABULARY = 61
 NOTHING: Mapping[str, Any] = {}
+# Norms in every loop make more of rounding where sums have another order: compared in the same order
+# in float32, and in another order in float64.
+MAGNIFIES = ("ouro_moe",)
 
 # Every key of a loop program
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, make_uneven, some_tokens, tiny_config, tiny_model
+from family import MAGNIFIES, NAMES, make_uneven, some_tokens, tiny_config, tiny_model
 from meshes import model_on
 from pairwise import slow_but
 from parts import make_config
@@ -40,11 +40,6 @@ WITHOUT_CHANCE: dict[str, dict[str, Any]] = {
         "feed_forward.router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}
     }
 }
-
-
-# Norms in every loop make more of rounding where sums have another order: compared in the same order
-# in float32, and in another order in float64.
-MAGNIFIES = ("ouro_moe",)
 
 
 def rows_of(rank: int) -> Tensor:

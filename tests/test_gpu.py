@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family import NAMES, VOCABULARY, make_uneven, tiny_model
+from family import MAGNIFIES, NAMES, VOCABULARY, make_uneven, tiny_model
 from parts import make_config
 from small_corpus import shards_of_words
 from world import run_ranks
@@ -100,27 +100,31 @@ def halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high, (value - high).bfloat16().float()
 
 
+def tiny_pass(name: str, device: str) -> dict[str, torch.Tensor]:
+    """Logits and gradients, in evaluation: a GPU draws other random numbers than a CPU."""
+    tokens = torch.randint(VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(0))
+    model = make_uneven(tiny_model(name)).to(device).eval()
+    logits = model(tokens.to(device)).logits_BSV
+    logits.square().mean().backward()
+    found = {key: p.grad.cpu() for key, p in model.named_parameters() if p.grad is not None}
+    return found | {"logits": logits.detach().cpu()}
+
+
 @needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_family_equals_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In evaluation, because a GPU draws other random numbers than a CPU."""
-    logits_of = router._logits
-    monkeypatch.setattr(
-        router, "_logits", lambda x, w: (logits_of if x.is_cuda else three_products)(x, w)
-    )
-    tokens = torch.randint(VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(0))
-    found = []
-    for device in ("cpu", "cuda"):
-        model = make_uneven(tiny_model(name)).to(device).eval()
-        logits = model(tokens.to(device)).logits_BSV
-        logits.square().mean().backward()
-        gradients = {key: p.grad.cpu() for key, p in model.named_parameters() if p.grad is not None}
-        found.append((logits.detach().cpu(), gradients))
-    (expected_logits, expected), (logits, gradients) = found
-    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
-    assert gradients.keys() == expected.keys()
-    for key, gradient in gradients.items():
-        assert (gradient - expected[key]).norm() <= 1e-3 * expected[key].norm() + 1e-7, key
+    """Where loops magnify rounding, up to twice what the router's three products change on the CPU."""
+    plain, found = tiny_pass(name, "cpu"), tiny_pass(name, "cuda")
+    monkeypatch.setattr(router, "_logits", three_products)
+    expected = tiny_pass(name, "cpu")
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        error, allowed = (value - expected[key]).norm(), 1e-3 * expected[key].norm() + 1e-7
+        if name in MAGNIFIES:
+            allowed = max(allowed, 2 * (plain[key] - expected[key]).norm())
+        assert error <= allowed, (key, error, allowed)
+    if name not in MAGNIFIES:
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-3, atol=1e-4)
 
 
 def run_training(config: Config, run_dir: Path) -> list[float]:

@@ -243,7 +243,7 @@ def _twice(name: str) -> bytes:
         ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz is not valid gzip"),
         (
             "a.jsonl.gz",
-            gzip.compress(_lines(TEXTS * 100))[:-9],
+            gzip.compress(_lines(TEXTS * 100), mtime=0)[:-9],
             r"ends in the middle of a gzip member: it is truncated",
         ),
         ("a.arrow", b"no arrow at all", r"a.arrow is not a readable Arrow file"),
@@ -348,11 +348,11 @@ def test_a_file_that_changed_since_it_was_planned(tmp_path):
     [
         *((f"a.{end}", b'{"text": "x"}') for end in ("JSONL", "ndjson", "json")),
         *((f"a.Jsonl.{end}", zstandard.compress(b'{"text": "x"}')) for end in ("zstd", "ZST")),
-        ("a.json.gz", gzip.compress(b'{"text": "x"}')),
+        ("a.json.gz", gzip.compress(b'{"text": "x"}', mtime=0)),
         ("a.jsonl.bz2", bz2.compress(b'{"text": "x"}')),
         ("a.txt.xz", lzma.compress(b"x")),
         *((f"a.{end}", b"x") for end in ("md", "TEXT", "markdown", "rst")),
-        ("a.md.gz", gzip.compress(b"x")),
+        ("a.md.gz", gzip.compress(b"x", mtime=0)),
         ("a.PARQUET", _parquet(text=["x"])),
         ("a.pq", _parquet(text=["x"])),
     ],
