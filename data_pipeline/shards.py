@@ -156,7 +156,7 @@ class ShardWriter:
 
 def _record_batch(documents: list[TokenDocument], schema: pa.Schema) -> pa.RecordBatch:
     lengths = [len(document.tokens) for document in documents]
-    dtype = _numpy_type(schema.field("tokens").type.value_type)
+    dtype = np.dtype(str(schema.field("tokens").type.value_type))
     tokens = number_column(np.concatenate([document.tokens for document in documents]), dtype)
     columns: dict[str, Callable[[], pa.Array]] = {
         "tokens": lambda: list_column(lengths, tokens),
@@ -171,12 +171,8 @@ def _record_batch(documents: list[TokenDocument], schema: pa.Schema) -> pa.Recor
 
 
 def _numbers(values: Sequence[int], arrow_type: pa.DataType) -> pa.Array:
-    dtype = _numpy_type(arrow_type)
+    dtype = np.dtype(str(arrow_type))
     return number_column(np.array(values, dtype=dtype), dtype)
-
-
-def _numpy_type(arrow_type: pa.DataType) -> np.dtype:
-    return np.dtype(arrow_type.to_pandas_dtype())  # does not import pandas
 
 
 def _learned(documents: list[TokenDocument]) -> np.ndarray:

@@ -118,8 +118,6 @@ def _check_credentials(address: str) -> None:
     Ray reads the mode and the token once per process, so they are read again for a second cluster.
     """
     raylet: Any = importlib.import_module("ray._raylet")
-    if not hasattr(raylet, "AuthenticationTokenLoader"):
-        return  # Ray before 2.52 has no credentials
     raylet.Config.initialize("")
     loader = raylet.AuthenticationTokenLoader.instance()
     loader.reset_cache()
