@@ -27,8 +27,10 @@ def open_regular(path: Path) -> BinaryIO:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except NotADirectoryError as error:
-        raise FileNotFoundError(*error.args) from None
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise FileNotFoundError(*error.args) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "Not a regular file", str(path))
