@@ -108,6 +108,8 @@ def test_a_configuration_that_cannot_run(
             r"optim\.learning_rat: unknown key; did you mean optim\.learning_rate\?",
         ),
         ('recipe = ["smoke"]', r"recipe = \['smoke'\]"),
+        (f'recipe = "{"n" * 300}"', r"mine\.toml: there is no recipe 'nnn"),
+        (f'recipe = "{"n/" * 3000}"', r"mine\.toml: there is no recipe 'n/n"),
         ("deep = " + "[" * 9000, r"mine\.toml: is nested too deeply"),
         ("deep = " + "{a = " * 9000, r"mine\.toml: is nested too deeply"),
     ],

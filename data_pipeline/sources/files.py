@@ -170,6 +170,8 @@ def _suffix(name: str) -> str:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     protocol = url.split("://", 1)[0] if "://" in url else "file"
+    if "\0" in url:
+        raise InputError(f"{url!r} cannot be a file: its name has a null byte")
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:

@@ -3,6 +3,7 @@
 moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 """
 
+import os.path
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
@@ -161,7 +162,7 @@ def _recipe_values(
         return _recipe_values(base, recipes, where=where) | {_ARM: arm}
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
-    if Path(name).exists():
+    if os.path.exists(name):  # False for a name that no file can have; Path's raises OSError
         raise ConfigError(f"{where}: {_what_takes(Path(name))}")
     if not is_own(name):
         answer = suggest(name, ())
@@ -185,7 +186,7 @@ def _recipe_values(
 
 def _what_takes(path: Path) -> str:
     """Says which commands take a path that is no configuration."""
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         return (
             f"is a run, not a recipe; `moebius resume {path}` continues it, `moebius eval {path}` "
             f"measures it, and {path}/config.json is its configuration"
