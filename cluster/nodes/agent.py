@@ -37,6 +37,8 @@ from .assignment import AgentReport, Assignment, RankFailure
 if TYPE_CHECKING:
     from .forked_ranks import ForkedRank
 
+# The supervisor ends a start that takes too long, and excuses time without a CPU, of which agents know nothing.
+MEETING_S = 86400.0
 EXIT_BARRIER_S = 60.0  # how long an agent whose ranks are done waits for the other agents
 LOG_TAIL_BYTES = 64 * 1024  # searched for a traceback
 
@@ -99,7 +101,7 @@ def _run_elastic_agent(
         address=assignment.master_address,
         port=assignment.master_port,
         secret=assignment.secret,
-        timeout_s=launch.start_timeout_s,
+        timeout_s=MEETING_S,
     )
     _choose_interface(assignment, on_one_machine=meeting.is_on_one_machine)
     entrypoint, *words = python_module(processes.__name__, str(assignment.log_dir))

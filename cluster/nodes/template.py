@@ -140,6 +140,9 @@ class _Server:
             return True, None
         [secret] = descriptors
         order = Order(**message)
+        if self._was_taken_back(order.number):
+            os.close(secret)
+            return True, None
         own = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -149,6 +152,13 @@ class _Server:
         self._children[pid] = order.number
         tell(self._channel, started=order.number, pid=pid)
         return True, None
+
+    def _was_taken_back(self, number: int) -> bool:
+        """Returns whether the next message, which has come during the import, ends this order."""
+        if not _has_orders(self._channel):
+            return False
+        following = self._channel.recv(MAX_MESSAGE_BYTES, socket.MSG_PEEK)
+        return bool(following) and json.loads(following).get("kill") == number
 
     def _kill(self, number: int) -> None:
         """Kills a fork; its pid cannot be reused before it is reaped."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any, Protocol
 from ..job import Launch, python_module
 from . import processes
 
-KILL_TIMEOUT_S = 10.0  # for the template to kill an agent, before it is killed itself
+KILL_TIMEOUT_S = (
+    10.0  # a template that stands still for so long, instead of killing an agent, is killed
+)
+_LOOK_S = 0.05
 
 # OpenBLAS starts its threads when numpy is loaded; nothing here multiplies with numpy
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -103,10 +107,24 @@ class Template:
             self._process.wait()
 
     def _kill(self, number: int) -> None:
+        """Kills an agent, or takes its order back from a template that still imports."""
+        agent, still_since, ran = self._agents[number], time.monotonic(), self._schedule()
         with contextlib.suppress(OSError):
             tell(self._channel, kill=number)
-        if not self._agents[number].ended.wait(KILL_TIMEOUT_S):
-            self.end()
+        while not agent.ended.wait(_LOOK_S):
+            if (runs := self._schedule()) != ran:
+                if agent.pid is None:  # the next generation needs what it imports
+                    return agent.has_ended(-signal.SIGKILL)
+                still_since, ran = time.monotonic(), runs
+            elif time.monotonic() - still_since > KILL_TIMEOUT_S:
+                return self.end()
+
+    def _schedule(self) -> str:
+        """Returns how long the process ran and waited for a CPU; a stuck one does neither."""
+        assert self._process is not None
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self._process.pid}/schedstat").read_text(encoding="ascii")
+        return ""
 
     def _hold(
         self, theirs: socket.socket, environment: dict[str, str], started: threading.Event

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from small_model import TINY
 
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
-from moebius.cluster.nodes import processes
+from moebius.cluster.nodes import processes, template_process
 from moebius.cluster.nodes.assignment import AgentReport, Assignment
 from moebius.cluster.nodes.node import Node
 from moebius.cluster.nodes.template_process import OrderedAgent
@@ -102,6 +103,66 @@ def test_a_template_that_was_killed_takes_its_agents_along_and_is_started_again(
     node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=5))
     assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
     assert template_pids(tmp_path) not in ([], [template])
+
+
+SLOW_IMPORT = """
+import os, time
+while not os.path.exists(os.environ["IMPORTED"]):
+    time.sleep(0.01)
+"""
+
+
+def test_a_template_that_still_imports_serves_the_next_generation(tmp_path):
+    """On a starved machine the import would never end if each generation began it anew."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    imported = tmp_path / "imported"
+    slowly = {"PYTHONPATH": str(tmp_path), "IMPORTED": str(imported)}
+    launch = fake_launch(tmp_path, "plain=1", "steps=1", environment=slowly)
+    node = Node(launch=launch)
+    try:
+        for generation in (1, 2):
+            node.start(attempt_of(launch, node, generation=generation))
+            [template] = template_pids(tmp_path)
+            began_s = time.monotonic()
+            node.stop()
+            assert time.monotonic() - began_s < template_process.KILL_TIMEOUT_S / 2
+        node.start(attempt_of(launch, node, generation=3))
+        imported.touch()
+        assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+        assert template_pids(tmp_path) == [template]
+        assert not (tmp_path / "logs/g001/node0/agent.log").exists(), "an ended order was obeyed"
+    finally:
+        node.end()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_template_that_stands_still_is_replaced(node, tmp_path, monkeypatch):
+    monkeypatch.setattr(template_process, "KILL_TIMEOUT_S", 0.3)
+    launch = fake_launch(tmp_path, "plain=1")
+    [template] = template_pids(tmp_path)
+    os.kill(template, signal.SIGSTOP)
+    node.start(attempt_of(launch, node))
+    node.stop()
+    assert template_pids(tmp_path) == []
+
+
+@pytest.mark.slow  # 6 s: two templates
+def test_an_agent_waits_for_one_that_is_late_as_long_as_the_supervisor_lets_it(tmp_path):
+    """The late one may have had no CPU, for which the supervisor excuses it and agents cannot."""
+    launch = fake_launch(tmp_path, "plain=1", "steps=1", num_nodes=2, start_timeout_s=0.2)
+    nodes = [Node(launch=launch) for _ in range(2)]
+    port = nodes[0].free_port()
+    log = tmp_path / "logs/g001/node0/agent.log"
+    try:
+        for rank, node in enumerate(nodes):
+            node.start(Assignment(launch, 1, rank, "127.0.0.1", port, "127.0.0.1"))
+            wait_for(log.exists, what="the first agent")
+            time.sleep(1.0)  # five times what it was given
+        assert all(wait_for(node.poll, what="the report").ok for node in nodes)
+    finally:
+        for node in nodes:
+            node.end()
+    assert_nothing_left(tmp_path)
 
 
 class Program:
