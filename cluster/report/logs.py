@@ -12,6 +12,7 @@ A log is untrusted: what is not a regular file of the run folder is skipped, con
 out, and a line of more than MAX_LINE bytes is cut.
 """
 
+import errno
 import contextlib
 import json
 import os
@@ -187,7 +188,11 @@ def _open(path: Path) -> BinaryIO | None:
         if not path.resolve().is_relative_to(run_dir.resolve()):
             return None
         return open_regular(path)
-    except (FileNotFoundError, RuntimeError):  # RuntimeError: a circle of links
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: a circle, in Python before 3.13
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
         return None
 
 

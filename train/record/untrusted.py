@@ -27,10 +27,8 @@ def open_regular(path: Path) -> BinaryIO:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise FileNotFoundError(*error.args) from None
-        raise
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "Not a regular file", str(path))
