@@ -53,6 +53,11 @@ def is_subclass(found: Any, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base)
 
 
+def is_function(found: Any) -> bool:
+    """Returns whether something can be called and is no class, whose result would be an object."""
+    return callable(found) and not isinstance(found, type)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known word closest to `word`; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
@@ -81,7 +86,7 @@ class Wanted:
     noun: str  # "a dispatcher"
     known: Mapping[str, Any]  # by name
     own: str  # what a user's own part must be: "a function of a tensor"
-    fits: Callable[[Any], bool] = callable
+    fits: Callable[[Any], bool] = is_function
     settings: bool = False  # whether a user's own function may take settings
     takes: int | None = None  # how many positional arguments it is called with; None: unchecked
 

@@ -24,6 +24,8 @@ from moebius.distributed.process.agreement import AgreementError
 from moebius.evaluation.zero_shot import chosen_tasks
 from moebius.export.hf.model_folder import check_promises
 from moebius.own_parts import FOLDER, OwnPartError
+from moebius.train import __main__ as program
+from moebius.train.config.errors import EXIT_MISTAKE
 from moebius.train.config.reference import commented
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.loop import train
@@ -37,6 +39,7 @@ from moebius.model.attention.attention import DenseAttention
 from moebius.model.config.attention_config import WithPositionsConfig
 from moebius.model.initialise import ones, parameter
 from moebius.model.layers import LayerNorm
+from moebius.model.routers.router import Router, RouterConfig
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
 from moebius.train.optim import cosine_rate, make_optimizer
 
@@ -133,6 +136,29 @@ class OwnRouterConfig(SigmoidConfig):
 class OwnRouter(SigmoidRouter):
     Config = OwnRouterConfig
 
+class OtherForward(OwnRouter):
+    def forward(self, x):
+        return super().forward(x)
+
+class NoPromises(Router):
+    Config = RouterConfig
+
+class NoRouting(OwnRouter):
+    def forward(self, x_TD, *, batch_size, real_T=None):
+        return None
+
+class NoForward(OwnRouter):
+    forward = Router.forward
+
+class OtherConfig(OwnRouter):
+    Config = dict
+
+def no_rate(named_parameters, config):
+    return torch.optim.SGD(named_parameters, config)
+
+def no_states(states):
+    return states.hidden.mean()
+
 class OwnAttentionConfig(WithPositionsConfig):
     pass
 
@@ -158,6 +184,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_bytes(tmp_path_factory.mktemp("data"))
+
+
+def router_kind(name: str) -> dict[str, Any]:
+    return {"model__feed_forward__router__kind": f"parts_of_a_test:{name}"}
 
 
 def trained(config: Config, run_dir: Path) -> list[float]:
@@ -277,6 +307,35 @@ def test_a_run_whose_first_updates_were_skipped_resumes(
 
 
 @pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (router_kind("OtherForward"), "unexpected keyword argument 'batch_size'"),
+        (router_kind("NoRouting"), "'NoneType' object has no attribute"),
+        (router_kind("NoForward"), "NoForward must implement forward"),
+        ({"optim__kind": "parts_of_a_test:no_rate"}, "'OptimConfig' and 'float'"),
+        ({"optim__kind": "parts_of_a_test:Everything"}, "it must be a function of"),
+        ({"optim__kind": "parts_of_a_test:swish"}, "cannot be called"),
+        ({"train__losses": {"parts_of_a_test:no_states": 1.0}}, "has no attribute 'hidden'"),
+        ({"train__losses": {"parts_of_a_test:RMSNorm": 1.0}}, "it must be a function of"),
+    ],
+)
+def test_a_rank_says_that_no_restart_mends_a_part_of_another_kind(
+    changes: dict[str, Any],
+    told: str,
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    make_config(shards, **changes).save(tmp_path / "config.json")
+    monkeypatch.setattr(sys, "argv", ["train", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == EXIT_MISTAKE
+    assert told in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
@@ -359,6 +418,8 @@ def test_what_is_wrong_with_a_part_is_one_clear_error(
             {"model__feed_forward__router__kind": "parts_of_a_test:OwnAttention"},
             "it must be a subclass of Router",
         ),
+        (router_kind("OtherConfig"), "it must be a subclass of Router that sets Config"),
+        (router_kind("NoPromises"), "the router 'parts_of_a_test:NoPromises' must define promises"),
         (
             {"model__feed_forward__router": {"kind": "parts_of_a_test:OwnRouter", "shfit": 1}},
             "has no key 'shfit'.*did you mean shift",

@@ -27,7 +27,7 @@ def main() -> None:
         if not no_restart_mends(error):
             raise
         # The message explains a mistake in values; one in a user's own code is at a line.
-        in_code = isinstance(error, OwnPartError | TypeError)
+        in_code = isinstance(error, OwnPartError) or not isinstance(error, ValueError)
         traceback.print_exception(error, limit=None if in_code else 0)
         sys.exit(EXIT_MISTAKE)
 

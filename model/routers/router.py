@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from ...kernels.fused.router import Gate, can_route, route_top_k
+from ...own_parts import OwnPartError
 from ..balance import BALANCE, RunningSum, balance_value, choice_sums, document_sums
 from ..execution.recompute import save_choice
 from ..initialise import Initializer
@@ -49,7 +50,7 @@ class RouterConfig(BaseModel):
     @property
     def promises(self) -> Promises:
         """Returns what this configuration guarantees."""
-        raise NotImplementedError(f"the router {self.kind!r} must define promises")
+        raise OwnPartError(f"the router {self.kind!r} must define promises")
 
     @property
     def evaluation_promises(self) -> Promises:
@@ -80,7 +81,7 @@ class RouterConfig(BaseModel):
     @property
     def experts_per_row(self) -> float:
         """Returns the mean number of experts per row before refusals, which gives its FLOPs."""
-        raise NotImplementedError(f"the router {self.kind!r} must define experts_per_row")
+        raise OwnPartError(f"the router {self.kind!r} must define experts_per_row")
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Returns `experts_per_row`, or its value for these experts and a sequence's rows."""
@@ -140,7 +141,7 @@ class Router(nn.Module):
         `real_T` (bool) is False for padding; None: no padding. Padding's routes are removed
         afterwards in any case, so only routers whose rows compete for places read it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement forward")
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         """Sums over positions, each with a first axis of `batch_size`; nothing of size T
@@ -228,7 +229,7 @@ class ChoiceRouter(Router):
 
     def choose(self, x_TD: Tensor) -> Choice:
         """Chooses K experts for every row."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement choose")
 
     def route_in_one(
         self, x_TD: Tensor, weight_ED: Tensor, *, gate: Gate, heads: int = 1

@@ -46,6 +46,8 @@ ROUTER = Section(
     ROUTERS,
     config_of=lambda router: router.Config,
     own="a subclass of Router that sets Config",
-    fits=lambda found: is_subclass(found, Router) and hasattr(found, "Config"),
+    fits=lambda found: (
+        is_subclass(found, Router) and is_subclass(getattr(found, "Config", None), RouterConfig)
+    ),
 )
 AnyRouterConfig = Annotated[SerializeAsAny[RouterConfig], BeforeValidator(ROUTER.read)]

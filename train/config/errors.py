@@ -7,10 +7,8 @@ the job.
 The supervisor imports this module, so it must not import torch at the top.
 """
 
-import re
-
 from ...data_pipeline.errors import DataError
-from ...own_parts import OwnPartError
+from ...own_parts import OwnPartError, own_digests
 
 EXIT_MISTAKE = 78  # EX_CONFIG of sysexits.h; ranks of other programs may use it too
 
@@ -28,8 +26,8 @@ def no_restart_mends(error: BaseException) -> bool:
     """
     from ...distributed.process.process import DeviceError
 
-    if isinstance(error, TypeError):  # a user's own part with other arguments than it is given
-        return re.search(r"(positional|keyword).* argument", str(error)) is not None
+    if isinstance(error, TypeError | AttributeError | NotImplementedError):
+        return bool(own_digests())  # of a user's own part: another signature, or another kind
     if not isinstance(error, ConfigError | DataError | OwnPartError | DeviceError):
         return False
     origins = [step for step in _chain(error) if isinstance(step, OSError)]
