@@ -12,8 +12,8 @@ A log is untrusted: what is not a regular file of the run folder is skipped, con
 out, and a line of more than MAX_LINE bytes is cut.
 """
 
-import errno
 import contextlib
+import errno
 import json
 import os
 import re
