@@ -1,5 +1,7 @@
-"""The optimizer and the learning-rate schedule: AdamW with the published cosine, or a user's
-own.
+"""The optimizer and the learning-rate schedule: AdamW with the published cosine, or a user's own.
+
+Every command that reads a configuration imports this module. A DTensor is known here by its
+attributes, because importing its class takes 0.3 s, a third of what torch takes.
 """
 
 import math
@@ -8,8 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..model.loops.program import WITHOUT_DECAY
@@ -201,7 +202,7 @@ def make_optimizer(
     """
     groups: dict[Any, list[Parameter]] = {}
     for name, parameter in named:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
         decay = 0.0 if name in WITHOUT_DECAY else config.weight_decay
         in_one = _rounds_alike_anywhere(parameter) if fused is None else fused
         groups.setdefault((mesh, decay, in_one), []).append(parameter)
@@ -225,5 +226,5 @@ def _rounds_alike_anywhere(parameter: Parameter) -> bool:
     """
     if parameter.device.type != "cpu":
         return True
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()
     return math.prod(local.shape[1:]) * local.element_size() % 64 == 0

@@ -81,6 +81,32 @@ def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> 
     assert "argparse" not in seen["import moebius"]
 
 
+def test_a_question_about_keys_imports_little_beside_torch() -> None:
+    """The sections stand beside layers, routers and kernels, so they need torch itself (1 s)."""
+    code = """
+import sys
+from moebius.cli.main import main
+for words in ("config optim", "train smoke train.stepz=3"):
+    try:
+        main(words.split())
+    except SystemExit as end:
+        print("ended with", end.code)
+print(*sys.modules)
+"""
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.findall(r"ended with (\d)", asked.stdout) == ["0", "2"]
+    assert "did you mean train.steps?" in asked.stderr
+    slow = {
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "sympy",
+        "matplotlib",
+        "ray",
+        "tensorboard",
+    }
+    assert not slow & set(asked.stdout.splitlines()[-1].split())
+
+
 def parsers_of(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
