@@ -1,5 +1,6 @@
 """Modes that list the operations that code runs, and count bytes that it leaves allocated."""
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -53,7 +54,8 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes alive now."""
+        """Returns the bytes alive now, without what only waits for the garbage collector."""
+        gc.collect()
         return sum(
             num_bytes for reference, num_bytes in self._seen.values() if not reference.expired()
         )

@@ -99,6 +99,7 @@ CPU_SETTINGS = (
     Setting("A", 8192, 512, 128, 64, 8, what="few experts"),
     Setting("B", 8192, 1024, 128, 256, 16, what="MoEUT-244M's width, 256 experts"),
     Setting("C", 8192, 416, 128, 155, 12, d_dense=2053, what="MoEUT-44M, its width padded"),
+    Setting("D", 4096, 1024, 512, 16, 2, what="wide experts, two per token"),
     Setting("44M", 2048, 412, 128, 155, 12, d_dense=2053, what="MoEUT-44M, 8 sequences of 256"),
     Setting("44M attention", 2048, 412, 82, 32, 2, heads=4, d_dense=410, what="V and O of MoEUT-44M"),
 )
