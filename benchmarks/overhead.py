@@ -144,7 +144,8 @@ def measure_growth(scratch: Path, options: argparse.Namespace) -> dict[str, Any]
 def soak(steps: int) -> None:
     """Trains on two ranks with EP 2, and records the resident size of each in eight parts of the run.
 
-    The first part, in which libraries and caches fill up, is left out of the growth.
+    The first two parts are left out of the growth: libraries and caches fill up, also those of the
+    first evaluations and checkpoints, which rank 0 writes.
     """
     with tempfile.TemporaryDirectory() as scratch:
         changes = (f"train.steps={steps}", "train.eval_every=500", "checkpoint.every=50")
@@ -174,12 +175,12 @@ def soak(steps: int) -> None:
         if status.exit_code:
             raise SystemExit(f"the job failed: {status.reason}")
     parts = {rank: _medians_mib(values) for rank, values in sorted(sizes.items())}
-    growth = {rank: round(values[-1] - values[1], 1) for rank, values in parts.items()}
+    growth = {rank: round(values[-1] - values[2], 1) for rank, values in parts.items()}
     for rank, values in parts.items():
         print(f"{rank}: {values} MiB, growth {growth[rank]} MiB")
     facts = {"steps": steps, "layout": "1 node × 2 ranks, EP 2", "resident_mib": parts}
     print(f"written: {save('soak', facts | {'growth_mib': growth})}")
-    raise SystemExit(0 if max(growth.values()) <= 8.0 else 1)
+    raise SystemExit(0 if max(growth.values()) <= 4.0 else 1)
 
 
 def _medians_mib(values: list[int], parts: int = 8) -> list[float]:
