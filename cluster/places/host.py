@@ -36,6 +36,7 @@ REQUEST_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 15.0
 JOIN_TIMEOUT_S = 60.0  # of a new node, which needs 2 s, or 20 s on a busy machine
 REAP_EVERY_S = 1.0
+_SERVERS = ("gcs_server", "raylet")
 
 # A node whose processes are gone refuses connections and is dead after 2 s instead of Ray's 15; one that does
 # not answer on a busy machine has 14 s. No workers are started in advance (60 MB each). Workers, and so
@@ -178,7 +179,7 @@ def serve(plan: Plan) -> None:
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        nodes = PretendedNodes(plan)
+        nodes = _start_nodes(plan)
         listener = _listen(Path(plan.directory) / CONTROL) if plan.stays else None
         print(json.dumps({"address": nodes.address}), flush=True)
         if listener is None:
@@ -186,12 +187,34 @@ def serve(plan: Plan) -> None:
         else:
             _detach_output()
             _answer_requests(nodes, listener)
-    except Exception:
-        print(json.dumps({"error": traceback.format_exc()}), flush=True)
+    except Exception as error:
+        told = {"error": traceback.format_exc(), "is_slow": _is_slow(error)}
+        print(json.dumps(told), flush=True)
         raise
     finally:
         _end_all_below()
         shutil.rmtree(plan.directory, ignore_errors=True)
+
+
+def _start_nodes(plan: Plan) -> PretendedNodes:
+    """Starts the nodes, once more if the machine was too busy for Ray's patience."""
+    try:
+        return PretendedNodes(plan)
+    except Exception as error:
+        if not _is_slow(error):
+            raise
+        _end_all_below()
+        return PretendedNodes(plan)
+
+
+def _is_slow(error: Exception) -> bool:
+    """Returns whether Ray's servers run, but had not answered in time."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process().children(recursive=True)
+        servers = [each.status() for each in below if each.name() in _SERVERS]
+        crashed = not servers or psutil.STATUS_ZOMBIE in servers
+        return not crashed and "timed out" in str(error).lower()
+    return False
 
 
 def _listen(path: Path) -> socket.socket:

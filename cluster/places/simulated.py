@@ -33,7 +33,8 @@ from ..report.tracebacks import read_tail
 from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
 from .ray_session import connected, require_ray
 
-START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty waiting processes
+# Over a minute was seen on two cores with twenty waiting processes; the host tries twice.
+START_TIMEOUT_S, RAY_START_S = 300.0, 120
 STOP_TIMEOUT_S = 15.0
 
 
@@ -131,6 +132,8 @@ def ray_variables(directory: Path, token_file: Path) -> Iterator[None]:
         "RAY_TMPDIR": str(directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
+        "RAY_gcs_server_port_wait_time_s": str(RAY_START_S),
+        "RAY_raylet_start_wait_time_s": str(RAY_START_S),
     }
     hidden = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
     before = {name: os.environ.get(name) for name in (*own, *hidden)}
@@ -173,10 +176,16 @@ def await_address(host: subprocess.Popen[str], directory: Path) -> str:
     ready, _, _ = select.select([host.stdout], [], [], START_TIMEOUT_S)
     line = host.stdout.readline() if ready else ""
     told = json.loads(line) if line else {}
+    if not ready or told.get("is_slow"):
+        raise JobError(
+            "the simulated cluster did not come up in time, because this machine is too busy or short of "
+            "memory: enter the command again when less runs here, or `moebius train`, which needs no Ray"
+        )
     if "address" not in told:
-        why = "could not be started" if ready else f"did not come up within {START_TIMEOUT_S:.0f} s"
         said = told.get("error") or read_tail(directory / "host.log", 2000)
-        raise JobError(f"the simulated cluster {why}; Ray's last output:\n{said.strip()}")
+        raise JobError(
+            f"the simulated cluster could not be started; Ray's last output:\n{said.strip()}"
+        )
     return told["address"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,7 +15,7 @@ from jobs import wait_for
 from moebius.cluster.job import JobError
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.ray_session import connected
-from moebius.cluster.places.simulated import simulated_cluster
+from moebius.cluster.places.simulated import await_address, simulated_cluster
 
 pytest.importorskip("ray")
 
@@ -88,6 +89,45 @@ def test_a_cluster_that_does_not_come_up_is_an_error_with_rays_words():
     with pytest.raises(JobError, match=said):
         with simulated_cluster(1, cpus_per_node=-1):
             pass
+
+
+HOST = """
+import subprocess, sys, time
+from moebius.cluster.places import host
+def give_up(plan):
+    print("started", file=sys.stderr, flush=True)
+    subprocess.Popen(sys.argv[2:])
+    time.sleep(0.2)
+    raise Exception("The current node timed out during startup.")
+host.PretendedNodes = give_up
+host.serve(host.Plan(sys.argv[1], 1, [()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lives_s", "tries", "told"),
+    [
+        (
+            "100",
+            2,
+            r"too busy or short of memory: enter .* or `moebius train`, which needs no Ray$",
+        ),
+        ("0", 1, r"could not be started; Ray's last output:\nTraceback[\s\S]*timed out"),
+    ],
+)
+def test_nodes_that_are_slow_are_started_once_more_and_then_told_in_a_sentence(
+    tmp_path, lives_s, tries, told
+):
+    """Unlike those whose server has crashed, about which Ray is silent, too."""
+    (raylet := tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
+    command = [sys.executable, "-c", HOST, str(tmp_path / "cluster"), str(raylet), lives_s]
+    with (
+        open(tmp_path / "log", "w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as host,
+        pytest.raises(JobError, match=told),
+    ):
+        await_address(host, tmp_path)
+    assert (tmp_path / "log").read_text().count("started\n") == tries
 
 
 @pytest.mark.parametrize(
