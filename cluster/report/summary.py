@@ -3,6 +3,7 @@
 Causes, paths and reasons are shown as `Text`, because rich would read their square brackets as markup.
 """
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
@@ -56,8 +57,10 @@ def closing_words(
     for name, value in _rows(status, history, picture):
         table.add_row(Text(name, style="dim"), Text(value))  # causes hold [brackets]
     parts: list[Any] = [title, Padding(table, (0, 0, 0, 2))]
-    if status.root_cause is not None and status.state in (State.FAILED, State.LOST):
-        parts.append(Padding(_explain(status.root_cause, status.run_dir), (1, 0, 0, 2)))
+    if (cause := status.root_cause) and status.state in (State.FAILED, State.LOST):
+        reason = status.reason if cause.summary in status.reason else cause.summary
+        told = "" if reason in words else f"root cause: {reason}"
+        parts.append(Padding(_explain(cause, told, status.run_dir), (1, 0, 0, 2)))
     return Group(*parts)
 
 
@@ -99,11 +102,9 @@ def _training(status: JobStatus, history: History) -> str:
 
 def _restarts(status: JobStatus, history: History) -> str:
     words = str(status.restarts)
-    if status.root_cause is not None:
+    if status.root_cause and status.root_cause.summary not in status.reason:
         words += f"   {status.root_cause.summary}"
-    if history.restarts:
-        words += f"; {describe_start(history.restarts[-1])}"
-    return words
+    return "; ".join([words, *map(describe_start, history.restarts[-1:])])
 
 
 def describe_start(start: Start) -> str:
@@ -116,8 +117,8 @@ def describe_start(start: Start) -> str:
     return f"generation {start.generation} continued {where}"
 
 
-def _explain(cause: RootCause, run_dir: Path) -> Group:
-    parts: list[Any] = [Text(f"root cause: {cause.summary}", style="bold")]
+def _explain(cause: RootCause, told: str, run_dir: Path) -> Group:
+    parts: list[Any] = [Text(told, style="bold")] if told else []
     if cause.where:
         parts.append(Text(f"at {cause.where}"))
     if cause.traceback:
@@ -141,6 +142,7 @@ def draw_summary(run_dir: Path) -> Path:
 
     Returns the PNG: summary.png in the run folder.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home without a cache
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
