@@ -68,6 +68,19 @@ def _pair(phenomenon: str) -> Record:
     }
 
 
+def _schema(start: str, pronoun: str, end: str) -> Record:
+    return {
+        "text": f"{start}{pronoun}{end}",
+        "pronoun": pronoun,
+        "pronoun_loc": len(start),
+        "quote": f"{pronoun}{end}",
+        "quote_loc": len(start),
+        "options": ["The gate", "The sea"],
+        "label": 1,
+        "source": "(Hirst 1981)",
+    }
+
+
 _PIQA = {"goal": "Boil it.", "sol1": "Use fire.", "sol2": "Use ice.", "label": 0}
 # repository -> file -> records. Where the card names classes, _CLASSES says so.
 _FILES: dict[str, dict[str, Sequence[Record]]] = {
@@ -92,6 +105,45 @@ _FILES: dict[str, dict[str, Sequence[Record]]] = {
         "ARC-Easy/validation-00000-of-00001.parquet": [_science("Who?", "A")],
         "ARC-Challenge/test-00000-of-00001.parquet": [_science("Which one?", "C")],
     },
+    "allenai/winogrande": {
+        "winogrande_xl/validation-00000-of-00001.parquet": [
+            {"sentence": "A _ met it.", "option1": "gate", "option2": "sea", "answer": "2"}
+        ],
+        "winogrande_xl/test-00000-of-00001.parquet": [
+            {"sentence": "A _ met it.", "option1": "gate", "option2": "sea", "answer": ""}
+        ],
+    },
+    "aps/super_glue": {
+        "copa/validation-00000-of-00001.parquet": [
+            {"premise": "It rained.", "choice1": "It is wet.", "choice2": "It is dry."}
+            | {"question": "effect", "idx": 0, "label": 0}
+        ],
+        "boolq/validation-00000-of-00001.parquet": [
+            {"question": "is it wet", "passage": "It rained.", "idx": 0, "label": label}
+            for label in (0, 1)
+        ],
+    },
+    "allenai/openbookqa": {
+        "main/test-00000-of-00001.parquet": [
+            {"id": "8-1", "question_stem": "Fog is at", "choices": _CHOICES, "answerKey": "C"}
+        ],
+        "additional/test-00000-of-00001.parquet": [
+            {"id": "8-1", "question_stem": "Fog is", "choices": _CHOICES, "answerKey": "A"}
+        ],
+    },
+    "lighteval/siqa": {
+        "data/validation-00000-of-00001.parquet": [
+            {"context": "It rained.", "question": "Why?", "label": "3"}
+            | {"answerA": "fog", "answerB": "no", "answerC": "rain"}
+        ],
+    },
+    "lighteval/winograd_wsc": {
+        "wsc273/test-00000-of-00001.parquet": [
+            _schema("The gate met the sea when ", "it", " rose."),
+            _schema("I saw ", "his", "  end."),
+        ],
+        "wsc285/test-00000-of-00001.parquet": [_schema("See ", "it", ".")],
+    },
     "cam-cst/cbt": {
         **{f"{kind}/test-00000-of-00001.parquet": [_book(kind)] for kind in ("V", "P", "NE", "CN")},
         "raw/test-00000-of-00001.parquet": [{"title": "A book", "content": "All of it."}],
@@ -102,7 +154,9 @@ _FILES: dict[str, dict[str, Sequence[Record]]] = {
     },
 }
 _KINDS = {bool: "bool", int: "int64", str: "string"}
-_CLASSES = {"baber/piqa": _TWO}
+_CLASSES: dict[str, object] = dict.fromkeys(
+    ("baber/piqa", "aps/super_glue", "lighteval/winograd_wsc"), _TWO
+)
 
 
 def hub_repositories() -> dict[str, dict[str, bytes]]:

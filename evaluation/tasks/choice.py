@@ -57,14 +57,14 @@ def after(context: str, answers: Sequence[str], answer: int) -> ChoiceQuestion:
 class ChoiceTask:
     """Reads questions with several answers.
 
-    `paper` is the paper's rule for comparing answers. Like the paper, it scores an option without
-    context from the second token on.
+    `paper` is the paper's rule for comparing answers; None: it has no such task. Like the paper, it
+    scores an option without context from the second token on.
     """
 
     title: str
     published: int
     read: Callable[[Record], ChoiceQuestion]
-    paper: PaperRule
+    paper: PaperRule | None = None
     harness: tuple[str, ...] = ("acc", "acc_norm")
     by_group: bool = False  # average over questions of a group, then over groups
     hub: HubSet | None = None
@@ -73,13 +73,14 @@ class ChoiceTask:
     def metrics(self) -> tuple[Metric, ...]:
         """Returns the scores of the task, the paper's first."""
         aggregation = "mean_of_groups" if self.by_group else "mean"
-        return tuple(Metric(name, aggregation) for name in (PAPER, *self.harness))
+        names = (PAPER, *self.harness) if self.paper else self.harness
+        return tuple(Metric(name, aggregation) for name in names)
 
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Returns the question of a record, with the rows of both conventions."""
         choice, rows = self.read(record), RowList()
         paper, harness = [], []
-        if choice.in_paper:
+        if self.paper and choice.in_paper:
             options = choice.paper_options or choice.options
             paper = [_paper_row(option, encoder, rows) for option in options]
         if self.harness:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .task import HubSet, Record, TaskError, text_in
+from .task import HubSet, Record, TaskError
 
 
 def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]:
@@ -77,21 +77,37 @@ def _of_hellaswag(record: Record, configuration: str) -> Record:
 def _of_arc(record: Record, configuration: str) -> Record:
     choices = record["choices"]
     return {
-        "question": record["question"],
+        "question": record.get("question", record.get("question_stem")),  # OpenBookQA's name
         "choices": list(choices["text"]),
-        "label": list(choices["label"]).index(record["answerKey"]),
+        "label": list(choices["label"]).index(record["answerKey"].lstrip()),
     }
 
 
-def _of_lambada(record: Record, configuration: str) -> Record:
-    return {"text": text_in(record, "text")}
+def _of_wsc273(record: Record, configuration: str) -> Record:
+    """Puts each option in the pronoun's place, which was counted before blanks are merged."""
+    text, place = record["text"].replace("  ", " "), record["pronoun_loc"]
+    rest, contexts = f" {text[place + len(record['pronoun']) :]}", []
+    is_owner = record["pronoun"].lower() in ("my", "his", "her", "our", "their")
+    for option in record["options"]:
+        word = (option := option + "'s" * is_owner).split()[0]
+        if text[place - 2] != "." and word in _LOWERED:
+            option = option.replace(word, word.lower())
+        contexts.append(text[:place] + option)
+    return {"context_options": contexts, "continuation": rest, "gold": record["label"]}
 
 
-LAMBADA = HubSet("EleutherAI/lambada_openai", "test", ("default",), _of_lambada)
+_LOWERED = ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their")
+LAMBADA = HubSet("EleutherAI/lambada_openai", "test", ("default",))
 HELLASWAG = HubSet("Rowan/hellaswag", "validation", (), _of_hellaswag)
 PIQA = HubSet("baber/piqa", "validation")
 ARC_EASY = HubSet("allenai/ai2_arc", "test", ("ARC-Easy",), _of_arc)
 ARC_CHALLENGE = HubSet("allenai/ai2_arc", "test", ("ARC-Challenge",), _of_arc)
+WINOGRANDE = HubSet("allenai/winogrande", "validation", ("winogrande_xl",))
+COPA = HubSet("aps/super_glue", "validation", ("copa",))
+OPENBOOKQA = HubSet("allenai/openbookqa", "test", ("main",), _of_arc)
+BOOLQ = HubSet("aps/super_glue", "validation", ("boolq",))
+SIQA = HubSet("lighteval/siqa", "validation")
+WSC273 = HubSet("lighteval/winograd_wsc", "test", ("wsc273",), _of_wsc273)
 CBT = HubSet("cam-cst/cbt", "test", ("V", "P", "NE", "CN"), _of_cbt)
 BLIMP_PHENOMENA = (
     "adjunct_island", "anaphor_gender_agreement", "anaphor_number_agreement", "animate_subject_passive",

@@ -214,21 +214,21 @@ def texts_in(record: Record, key: str, *, least: int = 1) -> list[str]:
     return value
 
 
-def number_in(record: Record, key: str, *, below: int) -> int:
-    """Returns the number of the right answer among `below`, from 0; a numeric string is accepted.
+def number_in(record: Record, key: str, *, below: int, first: int = 0) -> int:
+    """Returns which of `below` answers is right, from 0; the record counts from `first`, maybe as text.
 
     Raises:
         TaskError: the field is missing or names no answer.
     """
     value = record.get(key)
     try:
-        number = -1 if isinstance(value, bool | float) else int(str(value))
+        number = -1 if isinstance(value, bool | float) else int(str(value)) - first
     except ValueError:
         number = -1
     if not 0 <= number < below:
         raise TaskError(
             f"field {key!r} is {_shown(record, key)}; it must be the number of the right answer, "
-            f"0 to {below - 1}"
+            f"{first} to {below - 1 + first}"
         )
     return number
 

@@ -59,6 +59,24 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
         {"question": "What?", "choices": CHOICES, "label": 3},
     ],
     "arc_challenge": [{"question": "Which one?", "choices": CHOICES, "label": 2}],
+    "winogrande": [{"sentence": "A _ met it.", "option1": "gate", "option2": "sea", "answer": "2"}],
+    "copa": [
+        {"premise": "It rained.", "choice1": "It is wet.", "choice2": "It is dry."}
+        | {"question": "effect", "label": 0}
+    ],
+    "openbookqa": [{"question": "Fog is at", "choices": CHOICES, "label": 2}],
+    "boolq": [{"question": "is it wet", "passage": "It rained.", "label": n} for n in (0, 1)],
+    "siqa": [
+        {"context": "It rained.", "question": "Why?", "label": "3"}
+        | {"answerA": "fog", "answerB": "no", "answerC": "rain"}
+    ],
+    "wsc273": [
+        {"context_options": [f"{start} the {end}" for end in ends], "continuation": rest, "gold": 1}
+        for start, ends, rest in (
+            ("The gate met the sea when", ("gate", "sea"), "  rose."),
+            ("I saw", ("gate's", "sea's"), "  end."),
+        )
+    ],
 }
 
 READ = """

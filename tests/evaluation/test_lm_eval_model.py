@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 from bytes_run import prepare_bytes, train_bytes
+from shared import shared_folder
 from small_model import TINY
 
 from moebius.data_pipeline.tokenizers.interface import END_OF_DOCUMENT
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import Restored, restore
 from moebius.evaluation.tasks.choice import ChoiceTask
+from moebius.evaluation.tasks.items import read_records
 from moebius.evaluation.tasks.table import TASKS
 from moebius.evaluation.zero_shot import measure_tasks
 
@@ -83,6 +85,50 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [
             {"sentence_good": "Who sends it?", "sentence_bad": "Who send it?"},
             {"sentence_good": "The token goes.", "sentence_bad": "The token go."},
+        ],
+    ),
+    "winogrande": (
+        "winogrande/default.yaml",
+        [
+            {"sentence": "The gate met a token; the _ left. ", "answer": "2"}
+            | {"option1": "gate", "option2": "token"}
+        ],
+    ),
+    "copa": (
+        "super_glue/copa/default.yaml",
+        [
+            {"premise": " The token left. ", "question": asked, "label": label}
+            | {"choice1": "The gate was shut.", "choice2": "It was sent."}
+            for asked, label in (("cause", 1), ("effect", 0))
+        ],
+    ),
+    "openbookqa": (
+        "openbookqa/openbookqa.yaml",
+        [{"question_stem": "A token is in", "choices": CHOICES, "answerKey": " D"}],
+    ),
+    "boolq": (
+        "super_glue/boolq/default.yaml",
+        [{"passage": "It [went].", "question": "did it go", "label": label} for label in (0, 1)],
+    ),
+    "siqa": (
+        "siqa/siqa.yaml",
+        [
+            {"context": "It left.", "question": "Why?", "label": "3"}
+            | {"answerA": "for depth", "answerB": " no", "answerC": "yes "}
+        ],
+    ),
+    "wsc273": (
+        "wsc273/default.yaml",
+        [
+            {"text": text, "pronoun": word, "pronoun_loc": text.index(word), "label": 1}
+            | {"options": ["The gate", "An expert"]}
+            for text, word in (
+                ("It met  it because it  slept.", "it "),
+                ("A gate met it. They slept.", "They"),
+                ("The gate met its token, which it saw.", "its"),
+                ("The gate met his token.", "his"),
+                ("I saw it.", "it"),
+            )
         ],
     ),
 }
@@ -265,9 +311,30 @@ def odd_records(name: str) -> list[dict[str, Any]]:
         return [{"sentence_good": one, "sentence_bad": other} for one, other in pairs]
     if name == "piqa":
         return [{"goal": a, "sol1": a, "sol2": b, "label": n % 2} for n, (a, b) in enumerate(pairs)]
-    if name.startswith("arc"):
+    if name.startswith(("arc", "openbookqa")):
         choices = {"text": ODD_TEXTS[:4], "label": ["A", "B", "C", "D"]}
-        return [{"question": one, "choices": choices, "answerKey": "C"} for one, _ in pairs]
+        asked = "question_stem" if name == "openbookqa" else "question"
+        return [{asked: one, "choices": choices, "answerKey": "C"} for one, _ in pairs]
+    if name == "winogrande":
+        texts = [(f"{a} _{b}", a, b) for a, b in pairs]
+        return [{"sentence": s, "option1": a, "option2": b, "answer": "1"} for s, a, b in texts]
+    if name == "copa":
+        both = [{"premise": a, "choice1": a, "choice2": b, "label": 1} for a, b in pairs]
+        return [one | {"question": asked} for one in both for asked in ("cause", "effect")]
+    if name == "boolq":
+        return [{"passage": a, "question": b, "label": 1} for a, b in pairs]
+    if name == "siqa":
+        answers = dict(zip(("answerA", "answerB", "answerC"), ODD_TEXTS, strict=False))
+        return [{"context": a, "question": b, "label": "2"} | answers for a, b in pairs]
+    if name == "wsc273":
+        words = ["A", "The man ", "She", "Ann", *ODD_TEXTS[:4]]
+        return [
+            {"text": f"{a}{mark} {word} x{b}", "pronoun": word, "pronoun_loc": len(a) + 2}
+            | {"options": [option, "It  is It"], "label": 0}
+            for a, b in pairs
+            for mark, word in (("x", "It"), (".", "her"), (" ", "their"))
+            for option in words
+        ]
     return [
         {"activity_label": a, "ctx_a": a, "ctx_b": b, "endings": ODD_TEXTS[:4], "label": "2"}
         for a, b in (*pairs, *((one, "") for one in ODD_TEXTS))
@@ -283,44 +350,104 @@ def in_hub_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def in_our_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
     """The record as files in a folder have it: HellaSwag's authors strip both texts."""
+    if name == "boolq":
+        return {"passage": record["passage"], "question": record["question"], "answer": True}
     if name != "hellaswag":
         return in_hub_form(name, record)
     query = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b']}"
     return {**record, "query": query.strip(), "fragment": record["ctx_b"].rstrip()}
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "arc_challenge"])
-@pytest.mark.usefixtures("task_folder")  # keeps the harness offline
-def test_every_item_is_asked_as_the_harness_asks_it(name: str, tmp_path: Path) -> None:
+def harness_task(name: str, records: list[dict[str, Any]], folder: Path) -> Any:
+    """The harness's task on records in the published form, with its requests built."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
-    path = f"odd_{name}"
-    (tmp_path / f"{path}.records").write_text(
-        "".join(json.dumps(record) + "\n" for record in odd_records(name)), encoding="utf-8"
+    (folder / f"{name}.records").write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
     )
     file = dict(arc_challenge="arc/arc_challenge.yaml", **{k: v for k, (v, _) in PUBLISHED.items()})
-    local = _local_task(path, Path(lm_eval.tasks.__file__).parent / file[name], tmp_path)
-    (tmp_path / f"{path}.yaml").write_text(local, "utf-8")
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    theirs = manager.load_task_or_group(f"own_{path}")[f"own_{path}"]
-    theirs.build_all_requests(rank=0, world_size=1)
+    local = _local_task(name, Path(lm_eval.tasks.__file__).parent / file[name], folder)
+    (folder / f"{name}.yaml").write_text(local, "utf-8")
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = manager.load_task_or_group(f"own_{name}")[f"own_{name}"]
+    found.build_all_requests(rank=0, world_size=1)
+    return found
+
+
+def assert_asked_alike(
+    name: str, published: list[dict[str, Any]], forms: list[list[dict[str, Any]]], folder: Path
+) -> None:
+    """Compares context, answers and the right one with the harness's, item by item, in each form."""
+    theirs = harness_task(name, published, folder)
     asked: dict[int, list[tuple[str, str]]] = {}
     for request in theirs.instances:
         asked.setdefault(request.doc_id, []).append(request.args)
-    for number, (document, record) in enumerate(
-        zip(theirs.test_docs(), odd_records(name), strict=True)
-    ):
-        for ours in (in_our_form(name, record), in_hub_form(name, record)):
+    for number, (document, *ours) in enumerate(zip(theirs.test_docs(), *forms, strict=True)):
+        for record in ours:
             if name == "lambada":
-                context, _, word = ours["text"].rpartition(" ")
+                context, _, word = record["text"].rpartition(" ")
                 assert [(context, f" {word}")] == asked[number]
                 continue
             task = TASKS[name]
             assert isinstance(task, ChoiceTask)
-            found = task.read(ours)
+            found = task.read(record)
             assert [(one.context, one.continuation) for one in found.options] == asked[number]
-            assert found.answer == int(theirs.doc_to_target(document))
+            if name == "copa":
+                right = [one.continuation for one in found.options][found.answer]
+                assert right == f" {theirs.doc_to_target(document)}"
+            else:  # where the answers are contexts, the harness's "text" is the right one's number
+                of = theirs.doc_to_text if theirs.multiple_input else theirs.doc_to_target
+                assert found.answer == int(of(document))
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "arc_challenge"])
+@pytest.mark.usefixtures("task_folder")  # keeps the harness offline
+def test_every_item_is_asked_as_the_harness_asks_it(name: str, tmp_path: Path) -> None:
+    published = odd_records(name)
+    ours = [[form(name, record) for record in published] for form in (in_our_form, in_hub_form)]
+    assert_asked_alike(name, published, ours, tmp_path)
+
+
+def published_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The record of a file as its set is published on the hub; the opposite of the conversion."""
+    if name.startswith(("arc", "openbookqa")):
+        letters = "ABCDE"[: len(record["choices"])]
+        asked = "question_stem" if name == "openbookqa" else "question"
+        choices = {"text": record["choices"], "label": list(letters)}
+        answer = letters[record["label"]]
+        return {asked: record["question"], "choices": choices, "answerKey": answer}
+    if name == "hellaswag":
+        activity, _, context = record["query"].removesuffix(record["fragment"]).partition(": ")
+        begun = {"activity_label": activity, "ctx_a": context.rstrip(), "ctx_b": record["fragment"]}
+        return {**record, **begun, "label": str(record["label"])}
+    if name == "boolq":
+        return {**record, "label": int(record["answer"])}
+    if name == "wsc273":
+        contexts, rest = record["context_options"], record["continuation"]
+        before = os.path.commonprefix(contexts)  # noqa: RUF071 (of texts)
+        before = before[: before.rfind(" ") + 1]
+        options = [context.removeprefix(before) for context in contexts]
+        text = f"{before}it{'' if rest == '.' else ' '}{rest}"
+        gold = {"options": options, "label": record["gold"]}
+        return {"text": text, "pronoun": "it", "pronoun_loc": len(before), **gold}
+    return record
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", [*PUBLISHED, "arc_challenge"])
+@pytest.mark.usefixtures("task_folder")  # keeps the harness offline
+def test_items_of_the_real_sets_are_asked_as_the_harness_asks_them(
+    name: str, tmp_path: Path
+) -> None:
+    folder = shared_folder()
+    if folder is None or not (folder / "data" / "eval").is_dir():
+        pytest.skip("no evaluation sets beside the project (set MOEBIUS_SHARED to their folder)")
+    records = [dict(one) for _, one in read_records(folder / "data" / "eval", name, TASKS[name])]
+    records = records[:: max(1, len(records) // 150)]
+    published = [published_form(name, record) for record in records]
+    converted = [in_hub_form(name, record) for record in published]
+    assert_asked_alike(name, published, [records, converted], tmp_path)
 
 
 def test_the_same_log_likelihood_of_documents_and_the_same_text(

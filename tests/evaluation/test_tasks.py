@@ -186,6 +186,42 @@ def test_a_cloze_scores_all_after_the_blank_per_token() -> None:
     assert ask("cbt", nine) == {}  # the paper takes ten
 
 
+HARNESS_ONLY: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "winogrande": (
+        {"sentence": "The _ is  hot. ", "option1": "sun", "option2": "sea", "answer": "1"},
+        [("The sun", " is  hot."), ("The sea", " is  hot.")],
+    ),
+    "copa": (
+        {"premise": " It rained. ", "choice1": "Wet.", "choice2": "Dry."}
+        | {"question": "effect", "label": 0},
+        [("It rained therefore", "  wet."), ("It rained therefore", "  dry.")],
+    ),
+    "boolq": (
+        {"passage": "It rained.", "question": "is it wet", "answer": False},
+        [("It rained.\nQuestion: is it wet?\nAnswer:", f" {word}") for word in ("no", "yes")],
+    ),
+    "siqa": (
+        {"context": "It [x] {y}.", "question": "Why?", "answerA": "so", "answerB": "no"}
+        | {"answerC": "yes", "label": "1"},
+        [("Q: It [x] {y}. Why?\nA:", f" {word}") for word in ("so", "no", "yes")],
+    ),
+    "wsc273": (
+        {"context_options": ["I saw a", "I saw b"], "continuation": "go.", "gold": 0},
+        [("I saw a", "  go."), ("I saw b", "  go.")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARNESS_ONLY)
+def test_a_task_without_a_convention_of_the_paper_has_the_harness_accuracy_alone(name: str) -> None:
+    record, asked = HARNESS_ONLY[name]
+    sums = [logp(context, answer) for context, answer in asked]
+    assert ask(name, record) == {"acc": best(sums, 0)}
+    assert TASKS[name].metrics == (Metric("acc"),)
+    record = {"question": "Fog is at", "choices": CHOICES, "label": 1}
+    assert set(ask("openbookqa", record)) == {"acc", "acc_norm"}
+
+
 def bytes_encoder(context: int) -> Encoder:
     return Encoder(BytesTokenizer(), context)
 
@@ -228,6 +264,14 @@ def test_records_that_are_none(mistake: str) -> None:
             {"query": "Run: he is", "fragment": "he", "endings": ["a.", "b."], "label": 1},
             "field 'query' must end with field 'fragment', 'he'",
         ),
+        ("winogrande", {"sentence": "It is.", "answer": "1"}, "field 'sentence' has no _"),
+        (
+            "winogrande",
+            {"sentence": "A _.", "option1": "a", "option2": "b", "answer": 0},
+            "field 'answer' is 0; it must be the number of the right answer, 1 to 2",
+        ),
+        ("copa", {"question": "why"}, "'question' is 'why'; it must be cause or effect"),
+        ("boolq", {"answer": "yes"}, "field 'answer' is 'yes'; it must be true or false"),
         ("blimp", {"sentence_good": "", "sentence_bad": "a", "UID": "u"}, "0 tokens to score"),
         (
             "cbt",
