@@ -35,6 +35,7 @@ from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
 from .history import ExpertLoad, History, begin_history, spell_number
 from .json_lines import JsonLinesTail
+from .run_report import short_cause
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing progress must not import what prepares data
@@ -89,7 +90,9 @@ class View:
         for entry in entries:
             self.entry = entry
             style = STATE_STYLES.get(entry.state, "")
-            new.append(Event(entry.time, f"{entry.state.value}: {entry.reason}", style))
+            # the closing words give the reason in full
+            words = short_cause(entry) if entry.state is State.FAILED else entry.reason
+            new.append(Event(entry.time, f"{entry.state.value}: {words}", style))
         for line in self._metrics.stream():
             self.history.add([line])
             if (event := self._event_of(line)) is not None:

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..job import JobStatus, Journal, RootCause, State
+from ..job import JobStatus, Journal, State
 from .data_progress import duration, last_record, progress_words
 from .history import History, Start, read_history
 
@@ -57,10 +57,8 @@ def closing_words(
     for name, value in _rows(status, history, picture):
         table.add_row(Text(name, style="dim"), Text(value))  # causes hold [brackets]
     parts: list[Any] = [title, Padding(table, (0, 0, 0, 2))]
-    if (cause := status.root_cause) and status.state in (State.FAILED, State.LOST):
-        reason = status.reason if cause.summary in status.reason else cause.summary
-        told = "" if reason in words else f"root cause: {reason}"
-        parts.append(Padding(_explain(cause, told, status.run_dir), (1, 0, 0, 2)))
+    if status.state in (State.FAILED, State.LOST):
+        parts += [Padding(part, (0, 0, 0, 2)) for part in _explain(status, told=words)]
     return Group(*parts)
 
 
@@ -117,17 +115,19 @@ def describe_start(start: Start) -> str:
     return f"generation {start.generation} continued {where}"
 
 
-def _explain(cause: RootCause, told: str, run_dir: Path) -> Group:
-    parts: list[Any] = [Text(told, style="bold")] if told else []
-    if cause.where:
+def _explain(status: JobStatus, *, told: str) -> list[Any]:
+    """Returns why a job failed, and where; without the reason if it was `told` in full."""
+    cause = status.root_cause
+    reason = status.reason if cause is None or cause.summary in status.reason else cause.summary
+    parts: list[Any] = [] if reason in told else [Text(f"root cause: {reason}", style="bold")]
+    if cause and cause.where:
         parts.append(Text(f"at {cause.where}"))
-    if cause.traceback:
-        parts.append(
-            Padding(Text("\n".join(cause.traceback.splitlines()[-12:]), style="dim"), (0, 0, 0, 2))
-        )
-    if cause.log:
-        parts.append(Text(f"log: {run_dir / cause.log}"))
-    return Group(*parts)
+    if cause and cause.traceback:
+        last = "\n".join(cause.traceback.splitlines()[-12:])
+        parts.append(Padding(Text(last, style="dim"), (0, 0, 0, 2)))
+    if cause and cause.log:
+        parts.append(Text(f"log: {status.run_dir / cause.log}"))
+    return ["", *parts] if parts else []
 
 
 def _exp(loss: float) -> str:

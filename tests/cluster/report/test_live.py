@@ -6,10 +6,11 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from jobs import wait_for
 from rich.console import Console
 
-from moebius.cluster.job import Journal, State
+from moebius.cluster.job import Journal, RootCause, State, as_details
 from moebius.cluster.liveness import beat
 from moebius.cluster.report.history import ExpertLoad
 from moebius.cluster.report.live import (
@@ -19,6 +20,8 @@ from moebius.cluster.report.live import (
     render,
     show_preparation,
 )
+from moebius.cluster.report.run_report import read_report
+from moebius.cluster.report.summary import closing_words
 from moebius.data_pipeline.make.units import PrepareProgress, SourceProgress
 
 
@@ -102,6 +105,25 @@ def test_plain_lines_tell_the_story_of_a_run(tmp_path):
     ):
         assert told in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("has_cause", [True, False])
+@pytest.mark.parametrize("command", ["train", "watch"])
+def test_the_reason_of_a_failure_is_shown_in_full_once(tmp_path, command, has_cause):
+    summary = "rank 1 on node 0 exited with code 1: ArithmeticError: " + "bad [batch] " * 20
+    reason = f"{summary}(at step 7, 3 times; fix the cause, and submit again)"
+    cause = RootCause(summary, rank=1, node=0, error="ArithmeticError: bad", where="model.py:7")
+    details = {"root_cause": as_details(cause)} if has_cause else {}
+    Journal(tmp_path).append(State.FAILED, generation=1, reason=reason, details=details)
+    output = console(width=2000)
+    status = follow(tmp_path, console=output)
+    story = read_report(tmp_path).story() if command == "watch" else None
+    output.print(closing_words(status, story=story))
+    text = text_of(output)
+    assert text.count(reason) == 1
+    assert text.count(summary) == 1
+    assert f"FAILED: rank 1{': ArithmeticError: bad' if has_cause else ' on node 0'}" in text
+    assert ("at model.py:7" in text) == has_cause
 
 
 def test_a_continued_run_does_not_tell_its_old_story_again(tmp_path):
