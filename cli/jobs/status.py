@@ -180,7 +180,7 @@ def _add_logs(commands: Commands) -> None:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from ...cluster.report.logs import LogLine, follow_logs
+    from ...cluster.report.logs import LogLine, follow_logs, skipped_logs
 
     if options.tail is not None and options.tail < 0:
         raise ValueError(f"--tail {options.tail}: must be at least 0")
@@ -196,6 +196,8 @@ def _logs(options: argparse.Namespace) -> int:
         tail=options.tail,
         follow=options.follow,
     )
+    if skipped := skipped_logs(options.run_dir):
+        print(skipped, file=sys.stderr)
     for line in lines:
         print(as_text(line), flush=options.follow)
     return 0

@@ -8,12 +8,11 @@ A piece keeps its number. The file without a number is piece n + 1, where n is t
 checks that no rotation happened while the file was opened. Older pieces are read again as well: a child of
 the rank may still write there.
 
-A log is untrusted: what is not a regular file of the run folder is skipped, control characters are spelled
-out, and a line of more than MAX_LINE bytes is cut.
+A log is untrusted: what is not a regular file of the run folder is skipped (`skipped_logs` names it), control
+characters are spelled out, and a line of more than MAX_LINE bytes is cut.
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -32,7 +31,9 @@ from .json_lines import MAX_LINE
 
 POLL_S = 0.4
 _BLOCK = 64 << 10
+MAX_NAMED = 10  # logs that are skipped
 
+_LOGS = "logs/g*/node*/*.log*"
 _LOG_NAME = re.compile(r"logs/g(\d+)/node(\d+)/(?:rank(\d+)|agent)\.log(?:\.\d+)?$")
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # of ranks 0, 1, …, 12 like 0
 
@@ -182,18 +183,28 @@ def _last_lines(file: BinaryIO, count: int) -> tuple[int, int]:
 
 
 def _open(path: Path) -> BinaryIO | None:
-    """Opens a log; None if there is none, or only a link out of the run folder."""
+    """Opens a log, if there is one in the run folder."""
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        return open_regular(path) if _is_own(path) else None
+    return None
+
+
+def _is_own(path: Path) -> bool:
+    """Returns whether a log is a regular file of its run folder, and no link out of it."""
+    found = Path(os.path.realpath(path))  # unlike `resolve`, ends at a circle of links
     run_dir = path.parents[3]  # RUN/logs/g001/node0/rank0.log
-    try:
-        if not path.resolve().is_relative_to(run_dir.resolve()):
-            return None
-        return open_regular(path)
-    except (FileNotFoundError, RuntimeError):  # RuntimeError: a circle, in Python before 3.13
-        return None
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return None
+    return found.is_file() and found.is_relative_to(os.path.realpath(run_dir))
+
+
+def skipped_logs(run_dir: Path) -> str:
+    """Names the logs that are skipped because they are not regular files of the run folder, if any."""
+    found = [path for path in run_dir.glob(_LOGS) if _LOG_NAME.search(path.as_posix())]
+    skipped = [path for path in found if not _is_own(path) and os.path.lexists(path)]
+    names = sorted(path.relative_to(run_dir).as_posix() for path in skipped)
+    if not names:
+        return ""
+    named = ", ".join(names[:MAX_NAMED]) + (", …" if names[MAX_NAMED:] else "")
+    return f"skipped {len(names)} log(s) that are not regular files of the run folder: {named}"
 
 
 def follow_logs(
@@ -254,7 +265,7 @@ def _find_logs(
     run_dir: Path, rank: int | None, generation: int | None, secrets: list[str]
 ) -> list[_Log]:
     logs: dict[Path, _Log] = {}
-    for path in run_dir.glob("logs/g*/node*/*.log*"):
+    for path in run_dir.glob(_LOGS):
         match = _LOG_NAME.search(path.as_posix())
         if match is None:
             continue

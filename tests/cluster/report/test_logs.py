@@ -7,7 +7,7 @@ import pytest
 
 from moebius.cluster.job import Journal, State
 from moebius.cluster.report import logs
-from moebius.cluster.report.logs import follow_logs
+from moebius.cluster.report.logs import follow_logs, skipped_logs
 
 
 def write_log(run_dir: Path, generation: int, node: int, name: str, text: str) -> Path:
@@ -164,7 +164,7 @@ def test_what_a_log_says_cannot_move_the_terminal_s_cursor(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "pipe", "endless", "circle"])
-def test_only_regular_files_of_the_run_folder_are_logs(tmp_path, how):
+def test_only_regular_files_of_the_run_folder_are_logs_and_others_are_named(tmp_path, how, moebius):
     run_dir, other = tmp_path / "run", tmp_path / "other"
     other.mkdir()
     (other / "rank1.log").write_text("secret\n")
@@ -178,6 +178,20 @@ def test_only_regular_files_of_the_run_folder_are_logs(tmp_path, how):
         log.symlink_to({"file": other / "rank1.log", "endless": "/dev/zero", "circle": log}[how])
     assert lines(run_dir) == ["[g1 rank0] mine"]
     assert lines(run_dir, tail=5) == ["[g1 rank0] mine"]
+    name = f"logs/g001/node{1 if how == 'folder' else 0}/rank1.log"
+    assert skipped_logs(run_dir).endswith(
+        f" log(s) that are not regular files of the run folder: {name}"
+    )
+    assert moebius("logs", str(run_dir)).err == f"{skipped_logs(run_dir)}\n"
+
+
+def test_of_many_skipped_logs_ten_are_named(tmp_path):
+    write_log(tmp_path, 1, 0, "rank0", "mine\n")
+    assert skipped_logs(tmp_path) == ""
+    for rank in range(1, 15):
+        (tmp_path / f"logs/g001/node0/rank{rank}.log").symlink_to("/dev/zero")
+    told = skipped_logs(tmp_path)
+    assert (told.count("rank"), told[:18], told[-3:]) == (10, "skipped 14 log(s) ", ", …")
 
 
 def test_a_line_without_an_end_is_cut(tmp_path, monkeypatch):
