@@ -18,16 +18,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
 from .cluster.local import train_here
@@ -56,16 +55,6 @@ from .train.record.run_folder import place_data
 
 OnRecord = Callable[[dict[str, Any]], object]
 _TELL_S = 0.2  # between two looks for new records
-
-
-class _CallableModule(ModuleType):
-    """Lets `moebius.export` be both this module's function and the package of that name."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> str:
-        return export(*arguments, **options)
-
-
-import_module(".export", __package__).__class__ = _CallableModule
 
 
 class TrainingFailed(RuntimeError):
@@ -415,11 +404,10 @@ def submit(
         JobError: Ray is missing, the cluster cannot be used, or a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    from .cluster.submit import submit as submit_to
-
     config, run_dir = _placed(config, run_dir)
     console = Console(quiet=not show)
-    return _ended(submit_to(config, run_dir, address=address, detach=detach, console=console))
+    status = submitting.submit(config, run_dir, address=address, detach=detach, console=console)
+    return _ended(status)
 
 
 def resume(
@@ -428,9 +416,10 @@ def resume(
     show: bool = True,
     on_record: OnRecord | None = None,
 ) -> JobStatus:
-    """Continues a run on this machine from its newest checkpoint, with its own configuration.
+    """Continues a run from its newest checkpoint, with its own configuration, as it was started.
 
-    On a cluster, call `submit` with `load_config(run_dir)`.
+    A run of `submit` continues on the cluster that it was submitted to; for another one, call
+    `submit` with `load_config(run_dir)`.
 
     Args:
         run_dir: of the run.
@@ -440,10 +429,13 @@ def resume(
 
     Raises:
         ConfigError: there is no run, or the changes would make it another run.
-        JobError: a job is running in this folder.
+        JobError: the run has finished or is running, or its cluster cannot be used.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    return fit(load_config(run_dir, *overrides), run_dir, show=show, on_record=on_record)
+    print_in_any_encoding()
+    config, run_dir = load_config(run_dir, *overrides), Path(run_dir)
+    with _telling(run_dir, on_record):
+        return _ended(submitting.resume(config, run_dir, console=Console(quiet=not show)))
 
 
 def load_config(run_dir: str | PathLike[str], *overrides: str) -> Config:

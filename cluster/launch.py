@@ -5,15 +5,17 @@ versions of Python and all packages, and the host. It contains no environment va
 secrets. Cost: about 20 ms, most of it for git.
 """
 
+import contextlib
 import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +30,10 @@ from ..own_parts import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.optim import schedule_notes
-from ..train.record.run_folder import open_run
+from ..train.record.run_folder import check_data, open_run
 from .job import (
+    CONFIG,
+    JOURNAL,
     SIMULATED,
     THIS_MACHINE,
     JobError,
@@ -38,6 +42,7 @@ from .job import (
     refuse_if_running,
     write_atomically,
 )
+from .report.run_report import last_checkpoint
 from .supervise.background_data import prepares_beside
 
 ENVIRONMENT = "environment.json"
@@ -87,19 +92,48 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
     )
 
 
-def open_folder(config: Config, run_dir: Path, console: Console) -> None:
+@contextlib.contextmanager
+def opened_folder(config: Config, run_dir: Path, console: Console) -> Iterator[None]:
     """Makes the run folder, or checks that it holds this run and no job is running there.
 
-    User-defined parts that cannot be imported are refused here, before any rank starts.
+    User-defined parts that cannot be imported are refused here, before any rank starts. A folder that
+    is new is removed at the end if no job began in it.
     """
     refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
     config.import_parts()
-    saved, steps_before = run_dir / "config.json", None
+    saved, steps_before = run_dir / CONFIG, None
     if saved.is_file():
         steps_before = Config.load(saved).train.steps
-    open_run(config, run_dir)
-    for note in schedule_notes(config.optim, config.train.steps, steps_before):
-        console.print(Text(note, style="yellow"))
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        open_run(config, run_dir)
+        for note in schedule_notes(config.optim, config.train.steps, steps_before):
+            console.print(Text(note, style="yellow"))
+        yield
+    finally:
+        if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, "logs"}:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # there is more
+                for folder in made[1:]:
+                    folder.rmdir()
+
+
+def begin_run(config: Config, launch: Launch, console: Console) -> None:
+    """Begins the job of a run, once nothing is left that could refuse it, and says where it continues.
+
+    Raises:
+        DataError: every rank would refuse the data.
+    """
+    run_dir = Path(launch.run_dir)
+    is_known, step = (run_dir / JOURNAL).exists(), last_checkpoint(run_dir)
+    if not launch.command:
+        check_data(config, run_dir, is_whole=not launch.prepares_data)
+    begin_job(launch)
+    words = "has no checkpoint; starts from the beginning"
+    if step is not None:
+        words = f"continues from the checkpoint of step {step:,}, to step {config.train.steps:,}"
+    if is_known or step is not None:
+        console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
 
 
 def begin_job(launch: Launch) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
 from .job import JobError, JobStatus, Launch, read_status
-from .launch import begin_job, launch_here, open_folder
+from .launch import begin_run, launch_here, opened_folder
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
 from .report.live import follow, show_preparation
@@ -31,18 +31,19 @@ def train_here(config: Config, run_dir: Path, *, console: Console | None = None)
     """
     console = console or Console()
     run_dir = run_dir.absolute()
-    open_folder(config, run_dir, console)
-    if difference := difference_from_linux():
-        console.print(Text(difference, style="yellow"))
-    launch = launch_here(config, run_dir)
-    this_machine = ThisMachine(launch)  # imports while the data is prepared
-    try:
-        if not launch.prepares_data:
-            with show_preparation(console) as on_progress:
-                prepare(config.prepare, config.data.directory, on_progress=on_progress)
-        status = _run_and_show(launch, this_machine, console)
-    finally:
-        this_machine.release()
+    with opened_folder(config, run_dir, console):
+        if difference := difference_from_linux():
+            console.print(Text(difference, style="yellow"))
+        launch = launch_here(config, run_dir)
+        this_machine = ThisMachine(launch)  # imports while the data is prepared
+        try:
+            if not launch.prepares_data:
+                with show_preparation(console) as on_progress:
+                    prepare(config.prepare, config.data.directory, on_progress=on_progress)
+            begin_run(config, launch, console)
+            status = _run_and_show(launch, this_machine, console)
+        finally:
+            this_machine.release()
     if not status.state.is_final:
         raise JobError(
             f"{run_dir}: another supervisor has taken this run over; follow it with `moebius watch`"
@@ -54,7 +55,6 @@ def train_here(config: Config, run_dir: Path, *, console: Console | None = None)
 def _run_and_show(launch: Launch, this_machine: ThisMachine, console: Console) -> JobStatus:
     """Runs the job in this thread, which receives Ctrl-C, and shows it from another one."""
     run_dir = Path(launch.run_dir)
-    begin_job(launch)
     ended = threading.Event()
     screen = threading.Thread(
         target=follow,

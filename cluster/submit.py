@@ -1,4 +1,4 @@
-"""Submits a job to a cluster, for `moebius submit`.
+"""Submits a job to a cluster, for `moebius submit`, and continues a run, for `moebius resume`.
 
     1. open       the run folder, new or holding this run
     2. connect    to the cluster at an address, or to one simulated for this job
@@ -24,8 +24,19 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.run_config import Config
-from .job import JobError, JobStatus, State, read_status
-from .launch import begin_job, make_launch, open_folder, simulated_gpus
+from ..train.record.run_folder import place_data
+from . import local
+from .job import (
+    SIMULATED,
+    THIS_MACHINE,
+    JobError,
+    JobStatus,
+    State,
+    read_status,
+    refuse_if_running,
+    submitted_to,
+)
+from .launch import begin_run, make_launch, opened_folder, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import require_ray
 from .places.simulated import simulated_cluster
@@ -69,31 +80,64 @@ def submit(
     require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()
-    open_folder(config, run_dir, console)
-    beside = prepares_beside(config)
-    here = address is None and needs_no_cluster(config.prepare)
-    if here and not beside:
-        _prepare(config, console)
-    with _connected(config, address, console):
-        import ray
+    with opened_folder(config, run_dir, console):
+        beside = prepares_beside(config)
+        here = address is None and needs_no_cluster(config.prepare)
+        if here and not beside:
+            _prepare(config, console)
+        with _connected(config, address, console):
+            import ray
 
-        from .supervise.actor import start_supervisor
+            from .supervise.actor import start_supervisor
 
-        launch = make_launch(config, run_dir, address=address, command=command)
-        if not (here or beside):
-            with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
-                _prepare(config, console, pool)
-        begin_job(launch)
-        with interrupts_stop_the_job(run_dir):
-            start_supervisor(launch)
-            if detach:
-                return read_status(run_dir)
-            ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
-            status = follow(run_dir, console=console)
-            while _is_going_on(run_dir):  # the journal was damaged for a moment, and said otherwise
+            launch = make_launch(config, run_dir, address=address, command=command)
+            if not (here or beside):
+                with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
+                    _prepare(config, console, pool)
+            begin_run(config, launch, console)
+            with interrupts_stop_the_job(run_dir):
+                start_supervisor(launch)
+                if detach:
+                    return read_status(run_dir)
+                ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
                 status = follow(run_dir, console=console)
+                # or the journal was damaged for a moment, and said otherwise
+                while _is_going_on(run_dir):
+                    status = follow(run_dir, console=console)
     show_end(status, console)
     return status
+
+
+def resume(
+    config: Config,
+    run_dir: Path,
+    *,
+    address: str | None = None,
+    detach: bool = False,
+    console: Console | None = None,
+) -> JobStatus:
+    """Continues a run in the way it was started, here or on its cluster; returns how it ended.
+
+    Arguments and errors are those of `submit`, but without an address the run stays where it was.
+
+    Raises:
+        JobError: the run has finished.
+    """
+    console, run_dir = console or Console(), run_dir.absolute()
+    config = place_data(config, run_dir.parent)
+    config.check_world(config.world_size)
+    refuse_if_running(run_dir, tell=console.print)
+    status, steps = read_status(run_dir), config.train.steps
+    if status.state is State.SUCCEEDED and status.step is not None and status.step >= steps:
+        raise JobError(
+            f"{run_dir}: finished at step {status.step:,}, and train.steps is {steps:,}; to "
+            f"continue, raise it: train.steps={2 * steps}"
+        )
+    where = submitted_to(run_dir)
+    if address is None and where == THIS_MACHINE and not detach:
+        return local.train_here(config, run_dir, console=console)
+    before = None if where in ("", SIMULATED, THIS_MACHINE) else where
+    return submit(config, run_dir, address=address or before, detach=detach, console=console)
 
 
 @contextlib.contextmanager

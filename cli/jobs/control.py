@@ -68,17 +68,16 @@ def _add_submit(commands: Commands) -> None:
         notes=ENDS,
     )
     add_config_arguments(parser)
-    _add_place(parser)
+    _add_place(parser, "simulate one for this job")
     add_emit_arguments(parser)
 
 
-def _add_place(parser: argparse.ArgumentParser) -> None:
+def _add_place(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
         help='a Ray cluster: HOST:PORT of its head, "auto", or "simulated" of '
-        "`moebius cluster up`; default: simulate one for this job, or continue a run of "
-        "`moebius train` without one",
+        f"`moebius cluster up`; default: {default}",
     )
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor runs (needs --address)"
@@ -100,79 +99,44 @@ def _add_resume(commands: Commands) -> None:
     )
     add_run_argument(parser)
     add_overrides(parser)
-    _add_place(parser)
+    _add_place(
+        parser, "the one that the run was submitted to, or none for a run of `moebius train`"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
-    return _train_here(*_resolve(options))
-
-
-def _train_here(config: "Config", run_dir: Path) -> int:
     from ...cluster.local import train_here
 
-    return train_here(config, run_dir).exit_code
+    return train_here(*_resolve(options)).exit_code
 
 
 def _submit(options: argparse.Namespace) -> int:
     if options.emit is not None:
         return emit(options)
     allow_unauthenticated(options)
-    config, run_dir = _resolve(options)
-    return _submit_to(options, config, run_dir)
-
-
-def _submit_to(options: argparse.Namespace, config: "Config", run_dir: Path) -> int:
-    """Submits to the cluster in the options."""
     from ...cluster.submit import submit
 
+    config, run_dir = _resolve(options)
     return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
 def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
-    from ...cluster.job import THIS_MACHINE, JobError, State, refuse_if_running, submitted_to
-    from ...cluster.report.run_report import read_report
+    from ...cluster.job import read_status
+    from ...cluster.submit import resume
 
-    run_dir = options.run_dir.absolute()
-    report = read_report(run_dir)
-    refuse_if_running(run_dir, tell=lambda words: print(words, flush=True))
-    config = _stored_config(run_dir, options.overrides)
-    step = report.status.step
-    if report.status.state is State.SUCCEEDED and step is not None and step >= config.train.steps:
-        raise JobError(
-            f"{run_dir}: finished at step {step:,}, and train.steps is {config.train.steps:,}; "
-            f"to continue, raise it: train.steps={2 * config.train.steps}"
-        )
-    print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
-    is_local = submitted_to(run_dir) == THIS_MACHINE
-    if is_local and options.address is None and not options.detach:
-        return _train_here(config, run_dir)
-    return _submit_to(options, config, run_dir)
-
-
-def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
-    """Returns the configuration in a run folder, changed by overrides and checked."""
-    from ...cluster.job import JobError
-
-    stored = run_dir / "config.json"
-    if not stored.is_file():
-        raise JobError(f"{run_dir}: has no config.json to continue from")
-    config = resolve_config(str(stored), overrides)
-    config.check_world(config.world_size)
-    return config
-
-
-def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
-    if checkpoint is None:
-        return "has no checkpoint; starts from the beginning"
-    return f"continues from the checkpoint of step {checkpoint:,}, to step {config.train.steps:,}"
+    run_dir = options.run_dir
+    read_status(run_dir)  # raises JobError where there is no job
+    config = resolve_config(str(run_dir / "config.json"), options.overrides)
+    return resume(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     """Returns the configuration, checked against its world size, and the run folder."""
+    config = resolve_config(options.name, options.overrides)
     from ...train.record.run_folder import default_run_dir, place_data
 
-    config = place_data(resolve_config(options.name, options.overrides), RUNS)
+    config = place_data(config, RUNS)
     config.check_world(config.world_size)
     return config, (options.run_dir or default_run_dir(config, RUNS)).absolute()
 

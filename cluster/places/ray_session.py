@@ -108,7 +108,7 @@ def _check_reachable(address: str) -> None:
     except OSError as error:
         raise JobError(
             f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, "
-            "or omit --address to simulate one on this machine"
+            "or name another (`moebius submit` without --address simulates one on this machine)"
         ) from None
 
 

@@ -1,17 +1,95 @@
-"""Tests the record of the code that a job runs."""
+"""Tests the start of a job: what is refused before it, what it says, and the record of its code."""
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from bytes_run import prepare_bytes, train_bytes
+from rich.console import Console
+from tiny_job import write_paragraphs
 
 from moebius import __version__
 from moebius.cluster import launch as module
-from moebius.cluster.job import Launch
-from moebius.cluster.launch import Code, begin_job, code_here
+from moebius.cluster.job import JOURNAL, Launch
+from moebius.cluster.launch import (
+    Code,
+    begin_job,
+    begin_run,
+    code_here,
+    launch_here,
+    opened_folder,
+)
 from moebius.cluster.report.run_report import read_report
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.train.config.run_config import Config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Returns the run folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("launch")
+    return train_bytes(prepare_bytes(folder), folder / "run")
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def start(run_dir: Path, **changes: dict) -> str:
+    """Starts the run of this folder with changed values, without any rank; returns what it says."""
+    values = json.loads((run_dir / "config.json").read_text())
+    for section, changed in changes.items():
+        values[section] |= changed
+    config, said = Config.model_validate(values), io.StringIO()
+    console = Console(file=said)
+    try:
+        with opened_folder(config, run_dir, console):
+            begin_run(config, launch_here(config, run_dir), console)
+    except ValueError as error:
+        return f"{said.getvalue()}refused: {error}"
+    return said.getvalue()
+
+
+def test_a_run_says_where_it_continues_once_nothing_is_left_to_refuse_it(run_dir, tmp_path):
+    of_bpe = {"directory": str(prepare_bytes(tmp_path, tokenizer="bpe"))}
+    text = str(write_paragraphs(tmp_path, paragraphs=40))
+    prepare(PrepareConfig(input=(text,), tokenizer="bytes", vocab_size=257), tmp_path / "other")
+    refused: dict[str, dict[str, dict]] = {
+        "holds another run": {"optim": {"learning_rate": 1.0}},
+        "was prepared with another tokenizer": {
+            "data": of_bpe | {"override_position": True},
+            "prepare": {"tokenizer": "bpe"},
+        },
+        "data or their order differ": {"data": {"directory": str(tmp_path / "other")}},
+        "they are used up before sample": {
+            "data": {"max_epochs": {"text": 1}, "override_position": True},
+            "train": {"steps": 10_000},
+        },
+    }
+    for told, changes in refused.items():
+        said = start(run_dir, **changes)
+        assert told in said
+        assert "continues" not in said.partition("refused: ")[0]
+        assert not (run_dir / JOURNAL).exists()
+    said = start(run_dir, train={"steps": 9})
+    assert said.endswith("continues from the checkpoint of step 2, to step 9\n")
+
+
+def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
+    config, console = Config.load(run_dir / "config.json"), Console(quiet=True)
+    new, kept = tmp_path / "new" / "mine", set(run_dir.rglob("*"))
+    for folder in (new, run_dir):
+        with contextlib.suppress(KeyboardInterrupt), opened_folder(config, folder, console):
+            assert (folder / "config.json").is_file()
+            raise KeyboardInterrupt
+    assert not new.parent.exists()
+    assert set(run_dir.rglob("*")) == kept
 
 
 def test_a_job_s_code_and_software_are_in_its_folder_and_its_status(tmp_path, monkeypatch):

@@ -4,12 +4,17 @@ config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoint
 sinks/ · skipped/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
+import contextlib
 import errno
 import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
+from ...data_pipeline.manifest import is_prepared
+from ...data_pipeline.read.loader import Loader
+from ...data_pipeline.tokenizers.tokenizer import check_meaning
+from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
 from ..config.run_config import Config, ConfigError
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
@@ -79,6 +84,30 @@ def open_run(config: Config, run_dir: Path) -> None:
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
     config.save(saved)
+
+
+def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
+    """Opens the data as ranks will: its tokenizer, order and length must be those of the run.
+
+    Args:
+        is_whole: whether the data has been prepared; else only its tokenizer may be known.
+
+    Raises:
+        DataError: every rank would refuse the data.
+    """
+    data, train, position = config.data, config.train, None
+    if not is_prepared(data.directory):
+        return
+    with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
+        if (newest := latest(run_dir / "checkpoints")) is not None:
+            position = read_meta(newest).meta.get("data")
+    if position:
+        check_meaning(data.directory, position)
+    if is_whole:
+        batch, micro = train.global_batch, train.micro_batch
+        order = None if data.override_position else position
+        with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
+            loader.samples.check_enough(train.steps * batch)
 
 
 def end_is_asked(run_dir: Path) -> bool:
