@@ -125,6 +125,20 @@ def test_toml_that_is_no_configuration(
 # Paths and inputs ---------------------------------------------------------------------------------
 
 
+def test_one_document_cannot_be_validated_on(tmp_path: Path, moebius: Command) -> None:
+    """It is refused before a rank starts, and with a second file the same words train."""
+    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    for file in (one, other):
+        file.write_text(f"{file.name} says " + "one two three many " * 90, encoding="utf-8")
+    words, run = train_words(one, "train.steps=1"), tmp_path / "run"
+    first = [*words, f"data.directory={tmp_path / 'shards'}", "--run-dir", str(run)]
+    assert_refused(moebius, first, r"split 'validation' of .*prepare\.validation_input=FILE")
+    assert not run.exists()
+    second = [*words, f"prepare.validation_input=['{other}']", f"data.directory={tmp_path / 'two'}"]
+    answer = moebius(*second, "--run-dir", str(run))
+    assert answer.code == 0, answer.text
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

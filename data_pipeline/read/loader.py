@@ -27,7 +27,7 @@ from ..data_config import DataConfig
 from ..errors import DataError
 from .corruption import BatchFetcher, SkipList, open_fetcher
 from .order import RowRefs
-from .rows import SplitReader, too_short
+from .rows import SplitReader
 from .samples import OrderedSamples
 
 logger = logging.getLogger(__name__)
@@ -323,9 +323,7 @@ def validation_batches(
             f"{sequences_per_group=}"
         )
     reader = SplitReader(directory, split, seq_len=seq_len, document_ids=document_ids, fetch=fetch)
-    if reader.num_rows < 1:
-        reader.close()
-        raise too_short(f"split {split!r} of {directory}", reader.num_tokens, seq_len)
+    reader.require_rows()
     count = min(max_rows or reader.num_rows, reader.num_rows)
     slots = _group_slots(count, sequences_per_group)
     rows = (slots % count) * reader.num_rows // count

@@ -254,6 +254,7 @@ class SplitReader:
         Raises:
             ShardError: the folder cannot be read.
         """
+        self._split = split
         self._prepared = Prepared(
             directory,
             split=split,
@@ -270,6 +271,13 @@ class SplitReader:
         self._ends = np.cumsum([self._prepared.num_rows(name, 0) for name in names], dtype=np.int64)
         first_segments = [self._prepared.segment(name, 0) for name in names]
         self.num_tokens = sum(segment.num_tokens(split) for segment in first_segments)
+
+    def require_rows(self) -> None:
+        """Closes the folder and raises ShardError if the split is shorter than one row."""
+        if self.num_rows < 1:
+            self.close()
+            name = f"split {self._split!r} of {self.directory}"
+            raise too_short(name, self.num_tokens, self.seq_len)
 
     @property
     def num_rows(self) -> int:
@@ -321,5 +329,7 @@ def too_short(what: str, num_tokens: int, seq_len: int) -> ShardError:
     """Returns the error about a stream shorter than one row."""
     return ShardError(
         f"{what} has {num_tokens} tokens, fewer than the {seq_len + 1} of one row ({seq_len=}): "
-        "prepare more text for it (for validation: raise prepare.validation_fraction), or lower data.seq_len"
+        "prepare more text for it in another folder, or lower data.seq_len. (Of one document nothing "
+        "is held out for validation: name another file, prepare.validation_input=FILE; of several, "
+        "raise prepare.validation_fraction)"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.loader import Loader
+from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
 from ..config.run_config import Config, ConfigError
@@ -108,6 +109,8 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         order = None if data.override_position else position
         with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
             loader.samples.check_enough(train.steps * batch)
+        with SplitReader(data.directory, "validation", seq_len=data.seq_len) as reader:
+            reader.require_rows()
 
 
 def end_is_asked(run_dir: Path) -> bool:
