@@ -5,9 +5,9 @@ of merges, tiktoken if their joined *bytes* are a token. The ids are equal for e
 conditions, all of which `fast_encoder` checks when a tokenizer is loaded:
 
 1. Both split text into the same words. The splitting must be a known one (`_pattern`): ours, GPT-2's,
-   Llama 3's or Qwen 2's. The libraries use different versions of Unicode: in the versions tested
-   together, they classify 13 of 1,112,064 characters differently. `tokenizers` encodes texts with a
-   character unknown to this Python's Unicode.
+   Llama 3's, Qwen 2's or DeepSeek V3's. The libraries use different versions of Unicode: in the
+   versions tested together, they classify 13 of 1,112,064 characters differently. `tokenizers` encodes
+   texts with a character unknown to this Python's Unicode, or with an added token that it searches for.
 2. The last step of every token is its merge: encoding its bytes by the earlier merges ends in exactly
    the two parts that its merge joins. Bytes then determine the pair: where neighbours leave a token's
    bytes alone, the earlier merges leave its two parts, whatever the rest of the text. A token with two
@@ -47,11 +47,23 @@ _LLAMA3 = (
     r"|\s*[\r\n]+"
 )
 _BLANKS = r"|\s+(?!\S)|\s+"
+# DeepSeek V3 cuts out digits, then Chinese and Japanese, and splits the rest. The last branch of the one
+# expression is what no step matches.
+_CJK = "一-龥\u3040-ゟ゠-ヿ"
+_SIGN_WORDS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+_WORDS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
+_DEEPSEEK3 = "\n".join((r"\p{N}{1,3}", f"[{_CJK}]+", f"{_SIGN_WORDS}|{_WORDS}{_BLANKS}"))
+_DEEPSEEK3_AS_ONE = (
+    rf"(?:\p{{N}}{{1,3}}|{_SIGN_WORDS}"
+    r"|[^\r\n\p{L}\p{P}\p{S}\p{N}CJK]?[[\p{L}\p{M}]--[CJK]]+| ?[[\p{P}\p{S}]--[CJK]]+[\r\n]*"
+    r"|\s*[\r\n]+|[[\p{L}\p{M}]&&[CJK]]+|[[\p{P}\p{S}]&&[CJK]]+)|\s+(?![^\s\p{N}CJK])|\s+"
+    r"|[^\s\p{L}\p{M}\p{P}\p{S}\p{N}]+(?![[\p{L}\p{M}]--[CJK]])"
+).replace("CJK", _CJK)
 _KNOWN_SPLITS = {
     f"{branches}{_BLANKS}": f"(?:{branches}){_BLANKS}"
     for branches in (_LLAMA3, _LLAMA3.replace("{1,3}", ""))
-}
-"""The expression of a tokenizer.json to the equivalent one for tiktoken."""
+} | {_DEEPSEEK3: _DEEPSEEK3_AS_ONE}
+"""The expressions of a tokenizer.json, a line for each step, to the equivalent one for tiktoken."""
 
 # letters and digits of Unicode 17, which the libraries classify differently
 _IN_DOUBT = frozenset(map(chr, [*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)]))
@@ -86,6 +98,10 @@ class UnsuitableError(Exception):
 class FastEncoder:
     """Encodes text with tiktoken to the ids of one tokenizer.json."""
 
+    searched: Iterable[
+        str
+    ] = ()  # added tokens, for which `tokenizers` searches text before it splits
+
     def __init__(self, merges: list[tuple[bytes, bytes]], pattern: str, vocab: dict[bytes, int]):
         tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
         ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -104,7 +120,8 @@ class FastEncoder:
         Raises:
             UnicodeEncodeError: the text holds half a surrogate pair.
         """
-        if not text.isascii() and _has_character_in_doubt(text):
+        is_in_doubt = not text.isascii() and _has_character_in_doubt(text)
+        if is_in_doubt or any(token in text for token in self.searched):
             return None
         ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         return self._ids.take(ranks)
@@ -125,6 +142,7 @@ def fast_encoder(text_json: str) -> FastEncoder:
     vocab, merges = _bytes_of(described["model"])
     _check_last_steps(merges)
     encoder = FastEncoder(merges, pattern, vocab)
+    encoder.searched = [one["content"] for one in described["added_tokens"] if not one["special"]]
     _check_sample(library, encoder, vocab)
     return encoder
 
@@ -133,8 +151,6 @@ def _pattern(described: dict[str, Any]) -> str:
     """Returns tiktoken's regular expression for a tokenizer.json's splitting into words."""
     if _changes_text(described.get("normalizer")):
         raise UnsuitableError("it normalises text")
-    if texts := [one["content"] for one in described["added_tokens"] if not one["special"]]:
-        raise UnsuitableError(f"it searches the text for added tokens such as {texts[0]!r}")
     splitting = described["pre_tokenizer"] or {}
     steps = splitting.get("pretokenizers", [splitting])
     *first, last = [{"type": None} | step for step in steps]
@@ -146,11 +162,12 @@ def _pattern(described: dict[str, Any]) -> str:
         return _GPT2
     if kinds == ["Digits"] and by_gpt2 and first[0]["individual_digits"]:
         return _GPT2_AFTER_DIGITS
-    if kinds == ["Split"] and not by_gpt2:
-        split = first[0]
-        expression = split["pattern"].get("Regex")
-        if expression in _KNOWN_SPLITS and split["behavior"] == "Isolated" and not split["invert"]:
-            return _KNOWN_SPLITS[expression]
+    if set(kinds) == {"Split"} and not by_gpt2:
+        texts = [str(one["pattern"].get("Regex")) for one in first]
+        steps = "\n".join(text.replace("\r", r"\r").replace("\n", r"\n") for text in texts)
+        is_plain = all(one["behavior"] == "Isolated" and not one["invert"] for one in first)
+        if is_plain and steps in _KNOWN_SPLITS:
+            return _KNOWN_SPLITS[steps]
     raise UnsuitableError("it splits text in a way that has no equal in tiktoken")
 
 
@@ -171,7 +188,9 @@ def boundaries_of(described: dict[str, Any]) -> str | None:
         pattern = _pattern(described)
     except UnsuitableError:
         return None
-    # with Llama's and Qwen's, a run of punctuation includes the following line feed
+    if not all(one["special"] for one in described["added_tokens"]):
+        return None
+    # with Llama's, Qwen's and DeepSeek's, a run of punctuation includes the following line feed
     return " \n" if pattern in (_GPT2, _GPT2_AFTER_DIGITS) else " "
 
 
@@ -185,15 +204,13 @@ def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes
         raise UnsuitableError(f"its {' and '.join(used)} has no equal in tiktoken")
     byte_of = byte_of_character()
     try:
-        merges = [
-            (_as_bytes(left, byte_of), _as_bytes(right, byte_of)) for left, right in model["merges"]
-        ]
+        merges = [(_as_bytes(left), _as_bytes(right)) for left, right in model["merges"]]
     except KeyError as error:
         raise UnsuitableError(f"its merges are not of bytes ({error})") from error
     made = {bytes([byte]) for byte in range(256)} | {left + right for left, right in merges}
     vocab = {}
     for token, index in model["vocab"].items():
-        data = bytes(byte_of[one] for one in token) if set(token) <= byte_of.keys() else None
+        data = _as_bytes(token) if set(token) <= byte_of.keys() else None
         if data in made:
             vocab[data] = index
         elif model.get("ignore_merges"):
@@ -203,8 +220,8 @@ def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes
     return vocab, merges
 
 
-def _as_bytes(token: str, byte_of: dict[str, int]) -> bytes:
-    return bytes(byte_of[character] for character in token)
+def _as_bytes(token: str) -> bytes:
+    return bytes(map(byte_of_character().__getitem__, token))
 
 
 @cache

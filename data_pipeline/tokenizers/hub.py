@@ -72,9 +72,16 @@ def _kind_of(content: bytes, url: str) -> str:
     head = content[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()
     is_json = head.startswith(b"{")
     if _TIKTOKEN.match(head) or (is_json and b'"token_bytes"' in head):
+        by = ("convert_slow_tokenizer import TikToken", "integrations.mistral import Mistral")[
+            is_json
+        ]
+        rest = (", pattern=PAT_STR, extra_special_tokens=['<|endoftext|>']", "")[is_json]
         raise InputError(
-            f"tokenizer {url!r} is a vocabulary of tiktoken or tekken, which does not say all of how "
-            "text is split: give the tokenizer.json that the model's repository on the hub has beside it"
+            f"tokenizer {url!r} is a vocabulary of tiktoken or tekken: give the tokenizer.json that the "
+            "model's repository on the hub has beside it, or make one (pip install 'moebius[hf]'; the "
+            "model's code has PAT_STR and the special tokens of a tiktoken file): "
+            f'python -c "from transformers.{by}Converter as C; '
+            f"C({url!r}{rest}).converted().save('tokenizer.json')\""
         )
     if is_json or url.endswith(".json"):
         return TOKENIZER_FILE

@@ -70,25 +70,23 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids, with no end of document added."""
-        pieces = [self._pieces(text) for text in texts]
+        before = self._boundaries
+        pieces = [[text] if before is None else cut_text(text, before=before) for text in texts]
         flat = [piece for of_text in pieces for piece in of_text]
         encoded = iter(self._encode(flat))
-        return [_joined([next(encoded) for _ in of_text]) for of_text in pieces]
+        return [np.concatenate([next(encoded) for _ in of_text]) for of_text in pieces]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decodes ids to text, without special tokens."""
         plain = np.asarray(ids, dtype=np.int64).tolist()
         return self._library.decode(plain, skip_special_tokens=True)
 
-    def _pieces(self, text: str) -> list[str]:
-        return [text] if self._boundaries is None else cut_text(text, before=self._boundaries)
-
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self._fast is None:
             return self._encode_with_library(texts)
         arrays = []
         for text in texts:
-            ids = self._fast.encode(text)
+            ids = self._fast.encode(text) if len(text) <= MAX_PIECE_CHARS else None  # is not cut
             if ids is None:
                 arrays += self._encode_with_library([text])
             else:
@@ -138,10 +136,6 @@ def _parsed(text_json: str) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text_json)
     except Exception as error:  # the Rust library raises plain Exceptions
         raise ValueError(f"the `tokenizers` library cannot load it: {error}") from error
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 @lru_cache(maxsize=4)

@@ -32,11 +32,7 @@ class LastWordTask:
     title: str
     published: int
     hub: HubSet | None = None
-    metrics: tuple[Metric, ...] = (
-        Metric(PAPER),
-        Metric("acc"),
-        Metric("perplexity", "perplexity"),
-    )
+    metrics: tuple[Metric, ...] = (Metric(PAPER), Metric("acc"), Metric("perplexity", "perplexity"))
 
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Returns the question of a record, with the rows of both conventions."""

@@ -137,22 +137,31 @@ def _set(name, value):
     return lambda library: setattr(library, name, value)
 
 
-def _split(pattern, behavior="isolated"):
-    return _set(
-        "pre_tokenizer",
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(pattern), behavior),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-    )
+def _split(steps, behavior="isolated"):
+    """Splits by one expression after the other, each on a line."""
+    splits = [pre_tokenizers.Split(tokenizers.Regex(one), behavior) for one in steps.split("\n")]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _set("pre_tokenizer", pre_tokenizers.Sequence([*splits, last]))
+
+
+def _like_deepseek(library):
+    """Has line ends as characters in the expressions, and a normaliser that does nothing."""
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    texts = [one.replace(r"\r\n", "\r\n") for one in fast._DEEPSEEK3.split("\n")]
+    splits = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in texts]
+    library.pre_tokenizer = pre_tokenizers.Sequence([*splits, plain])
+    library.normalizer = normalizers.Sequence([])
 
 
 @pytest.mark.parametrize(
     "text_json",
-    [_library(), _library(ignore_merges=True), *map(_library, map(_split, fast._KNOWN_SPLITS))],
-    ids=["gpt2", "ignore_merges", "llama3", "qwen2"],
+    [
+        _library(),
+        _library(ignore_merges=True),
+        *map(_library, map(_split, fast._KNOWN_SPLITS)),
+        _library(_like_deepseek),
+    ],
+    ids=["gpt2", "ignore_merges", "llama3", "qwen2", "deepseek3", "deepseek3 as published"],
 )
 def test_other_known_ways_of_splitting(text_json):
     found, expected = HuggingFaceTokenizer(text_json), by_library(text_json)
@@ -166,12 +175,13 @@ def test_other_known_ways_of_splitting(text_json):
     ("text_json", "reason"),
     [
         (_library(_set("normalizer", normalizers.NFC())), "it normalises text"),
-        (_library(lambda one: one.add_tokens(["abc"])), "searches the text for added .* 'abc'"),
         (_library(_set("pre_tokenizer", pre_tokenizers.ByteLevel())), "without a blank in front"),
         (_library(_set("pre_tokenizer", None)), "does not split text byte by byte"),
         (_library(_set("pre_tokenizer", pre_tokenizers.Whitespace())), "does not split text byte"),
         (_library(_split(next(iter(fast._KNOWN_SPLITS)), "removed")), "in a way that has no equal"),
         (_library(_split(r"\p{L}+")), "in a way that has no equal"),
+        (_library(_split(fast._DEEPSEEK3, "removed")), "in a way that has no equal"),
+        (_library(_split(fast._DEEPSEEK3.partition("\n")[2])), "in a way that has no equal"),
         (_library(byte_fallback=True), "its byte_fallback has no equal"),
         (_library(dropout=0.5), "its dropout has no equal"),
         (_library(unk_token="a"), "its unk_token has no equal"),
@@ -189,6 +199,52 @@ def test_other_known_ways_of_splitting(text_json):
 def test_what_could_give_other_ids_is_refused(text_json, reason):
     with pytest.raises(UnsuitableError, match=reason):
         fast_encoder(text_json)
+
+
+@cache
+def _every_pair(steps):
+    """A tokenizer whose merges are all pairs of bytes, so that each place of a split shows."""
+    name = {byte: character for character, byte in fast.byte_of_character().items()}
+    pairs = [(left, right) for left in range(0xF5) for right in range(0xF5)]
+    random.Random(5).shuffle(pairs)
+    text_json = _library(_split(steps), merges=[(name[a], name[b]) for a, b in pairs])
+    return fast_encoder(text_json), by_library(text_json)
+
+
+# signs, digits, blanks and marks inside and outside of what DeepSeek V3 cuts out
+STEPPED = (
+    NASTY
+    + "Zz0+$^(!カ゛・゠ヾ\u3099々〇龥龦ぁ￥（！ｱ\u200b\ue000\u0e31က\u0903₂№©€\u2010\xad\xa0\u1680"
+)
+
+
+@pytest.mark.parametrize("steps", fast._KNOWN_SPLITS, ids=["llama3", "qwen2", "deepseek3"])
+@settings(max_examples=150, deadline=None)
+@given(text=ANY_TEXT | st.text(st.sampled_from(STEPPED), max_size=30))
+def test_any_text_is_split_alike(steps, text):
+    encoder, library = _every_pair(steps)
+    ids = encoder.encode(text)
+    assert ids is None or ids.tolist() == library.encode_batch([text])[0].tolist()
+
+
+def test_texts_with_an_added_token_are_left_to_the_library():
+    """Tokens that are not special are searched for; DeepSeek's and Qwen's have some."""
+    text_json = _library(lambda one: one.add_tokens(["<think>", "b c"]))
+    found, expected = HuggingFaceTokenizer(text_json), by_library(text_json)
+    assert found._fast is not None
+    assert found._fast.encode("<think") is not None
+    long = ["ab c " * 20_000, f"{'ab ' * 30_000}<think>"]
+    for text in ("<think>ab", "ab c", "ab", *long):
+        assert found.encode_batch([text])[0].tolist() == expected.encode_batch([text])[0].tolist()
+    assert found._fast.encode("a<think>") is None
+
+
+@pytest.mark.slow
+def test_the_library_encodes_what_cannot_be_cut():
+    """tiktoken fails on so many blanks in one piece."""
+    found = HuggingFaceTokenizer(_library(lambda one: one.add_tokens(["<think>"])))
+    assert found._fast is not None
+    assert len(found.encode_batch([" " * 10**7])[0]) == 10**7
 
 
 def test_other_models_are_refused():
@@ -246,6 +302,23 @@ def test_a_character_in_doubt_is_left_to_the_library():
     assert all(encoder.encode(text) is None for text in in_doubt)
     assert all(encoder.encode(text) is not None for text in ["plain", "naïve", "日本語", "😀 𝔘"])
     _same(in_doubt)
+
+
+@pytest.mark.nightly
+def test_both_libraries_split_around_every_character_alike():
+    """DeepSeek V3 also has classes of marks, punctuation and symbols."""
+    encoder, library = _every_pair(fast._DEEPSEEK3)
+    different, compared = [], 0
+    for start in range(0, sys.maxunicode + 1, 2**14):
+        codes = [code for code in range(start, start + 2**14) if not 0xD800 <= code < 0xE000]
+        texts = [f"a{c}.{c} {c}z{c}{c}カ{c}\n{c}\x00{c}1{c}!a{c}" for c in map(chr, codes)]
+        for text, expected in zip(texts, library.encode_batch(texts), strict=True):
+            ids = encoder.encode(text)
+            if ids is not None:
+                compared += 1
+                different += [] if np.array_equal(ids, expected) else [text]
+    assert different == []
+    assert compared > 250_000
 
 
 @pytest.mark.nightly

@@ -1,15 +1,21 @@
 """Existing tokenizers, from files, folders and a local copy of the hub."""
 
+import base64
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tiktoken
 import tokenizers
 from fake_hub import serve_hub
 from tokenizers import models, pre_tokenizers, processors
 
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.tokenizers import fast
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer
 from moebius.data_pipeline.tokenizers.huggingface import train_bpe
 from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE
@@ -128,17 +134,54 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch, name, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "converter"),
     [
-        ("tokenizer.model", b"IQ== 0\nIg== 1\nIw== 2\n"),  # Llama 3
-        ("qwen.tiktoken", b"IQ== 0\r\nIg== 1\r\n"),
-        ("tekken.json", b'{"config": {}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}'),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\nIw== 2\n", "TikTokenConverter"),  # Llama 3
+        ("qwen.tiktoken", b"IQ== 0\r\nIg== 1\r\n", "TikTokenConverter"),
+        (
+            "tekken.json",
+            b'{"config": {}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}',
+            "MistralConverter",
+        ),
     ],
 )
-def test_a_vocabulary_of_tiktoken_is_known_by_its_content(tmp_path, name, content):
+def test_a_vocabulary_of_tiktoken_is_known_by_its_content(tmp_path, name, content, converter):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=r"vocabulary of tiktoken or tekken.*tokenizer.json"):
+    with pytest.raises(
+        InputError, match=rf"of tiktoken or tekken.*tokenizer.json.* {converter} as"
+    ):
         open_tokenizer(str(tmp_path / name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["our.tiktoken", "tekken.json"])
+def test_the_error_for_a_vocabulary_of_tiktoken_converts_it(tmp_path, name):
+    pytest.importorskip("transformers", reason="it has the converters")
+    _, merges = fast._bytes_of(json.loads(OURS.files[TOKENIZER_FILE])["model"])
+    tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
+    names = [base64.b64encode(token).decode() for token in tokens]
+    pattern = f"{fast._LLAMA3}{fast._BLANKS}"
+    special = [{"rank": 0, "token_str": "<|endoftext|>", "is_control": True}]
+    ranked = [{"rank": rank, "token_bytes": each} for rank, each in enumerate(names)]
+    tekken = {"config": {"pattern": pattern}, "vocab": ranked, "special_tokens": special}
+    lines = "".join(f"{each} {rank}\n" for rank, each in enumerate(names))
+    (tmp_path / name).write_text(json.dumps(tekken) if name == "tekken.json" else lines)
+    with pytest.raises(InputError) as error:
+        open_tokenizer(str(tmp_path / name))
+    (command,) = re.findall('python -c "(.*)"', str(error.value))
+    command = command.replace("PAT_STR", repr(pattern))
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    made = open_tokenizer(str(tmp_path / TOKENIZER_FILE), end_of_document="<|endoftext|>")
+    text = "Hello, 1234 worlds!\n\n日本"
+    rank_of = tiktoken.Encoding(
+        "made",
+        pat_str=pattern,
+        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+        special_tokens={},
+    )
+    shift = int(name == "tekken.json")  # special tokens come first
+    assert made.encode_batch([text])[0].tolist() == [n + shift for n in rank_of.encode(text)]
+    assert made.decode(made.encode_batch([text])[0]) == text
 
 
 def test_a_file_is_known_by_its_content(tmp_path):
