@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -72,6 +73,25 @@ def some_of(words: Iterable[object], near: str = "", *, between: str = ", ") -> 
         shown = difflib.get_close_matches(near, known, n=_MOST, cutoff=0.0)
     more = f" and {len(known) - _MOST:,} more" if len(known) > _MOST else ""
     return between.join(shown[:_MOST]) + more if known else "none"
+
+
+def runs_near(path: Path) -> str:
+    """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
+    if _is_run(path):
+        return ""
+    folders = {folder.absolute(): folder for folder in (path, path.parent, Path("runs"))}
+    found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
+    runs = {run.name: run for run in found if _is_run(run)}
+    if not runs:
+        return "; there is no run here: `moebius train smoke` makes the first one"
+    close = difflib.get_close_matches(path.name, runs, n=1)
+    if close and not path.is_dir():
+        return f"; did you mean {runs[close[0]]}?"
+    return f"; runs here: {some_of(runs.values(), str(path))}"
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "journal.jsonl") or os.path.isdir(folder / "checkpoints")
 
 
 @dataclass(frozen=True, eq=False)

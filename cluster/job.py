@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ..own_parts import runs_near
 from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
@@ -287,9 +288,11 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     """
     entries = Journal(run_dir).entries()
     if not entries and not run_dir.is_dir():
-        raise JobError(f"{run_dir}: there is no such folder")
+        raise JobError(f"{run_dir}: there is no such folder{runs_near(run_dir)}")
     if not entries:
-        raise JobError(f"{run_dir}: no job was started in this folder (it has no {JOURNAL})")
+        raise JobError(
+            f"{run_dir}: no job was started in this folder (it has no {JOURNAL}){runs_near(run_dir)}"
+        )
     current = current_submission(entries)
     last = current[-1]
     silent_s = None

@@ -14,6 +14,7 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
+from ..own_parts import runs_near
 from ..train.config.run_config import Config, ConfigError
 from ..train.state import model_tensors
 
@@ -51,9 +52,7 @@ def restore(
     """
     config_file = run_dir / "config.json"
     if not config_file.exists():
-        raise ConfigError(
-            f"{run_dir}: is not a run folder (no config.json); `moebius status` lists runs"
-        )
+        raise ConfigError(f"{run_dir}: is not a run folder (no config.json){runs_near(run_dir)}")
     config = Config.load(config_file)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))

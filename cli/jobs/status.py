@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...own_parts import runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
 from ..console import print_message
 
@@ -99,7 +100,7 @@ def _list_runs(options: argparse.Namespace) -> int:
 
     for folder in options.folders:
         if folder != RUNS and not folder.is_dir():
-            raise JobError(f"{folder}: there is no such folder")
+            raise JobError(f"{folder}: there is no such folder{runs_near(folder)}")
     found = [run for folder in options.folders for run in find_runs(folder.absolute())]
     reports, problems = read_reports(found)
     for problem in problems:

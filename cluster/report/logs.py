@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ...own_parts import runs_near
 from ...train.record.process_log import older_pieces
 from ...train.record.redaction import redact, secret_values
 from ...train.record.untrusted import escaped, open_regular
@@ -258,7 +259,8 @@ def _keep_last(logs: list[_Log], tail: int) -> None:
 def _no_logs(run_dir: Path, rank: int | None, generation: int | None) -> str:
     which = "" if rank is None else f" of rank {rank}"
     which += "" if generation is None else f" in generation {generation}"
-    return f"{run_dir}: there are no logs{which} (they would be in logs/g001/node0/rank0.log …)"
+    where = "they would be in logs/g001/node0/rank0.log …"
+    return f"{run_dir}: there are no logs{which} ({where}){runs_near(run_dir)}"
 
 
 def _find_logs(

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from ...own_parts import runs_near
 from ..layout import Layout
 
 SUM_BYTES = 16
@@ -171,7 +172,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        raise CheckpointError(f"{path}: has no checkpoint (a run's are in {path / 'checkpoints'})")
+        where = f"a run's are in {path / 'checkpoints'}"
+        raise CheckpointError(f"{path}: has no checkpoint ({where}){runs_near(path)}")
     chosen = [checkpoint.path for checkpoint in found if step in (None, checkpoint.step)]
     if not chosen:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from moebius import ConfigError, JobError, load_config, status
+
 MISTAKES = """
 trainn                                          | did you mean train?
 sumbit smoke                                    | did you mean submit?
@@ -97,14 +99,16 @@ submit smoke --emit slurm --run-dir out --with tiem=1 | 'tiem' is not an sbatch 
 submit smoke --emit slurm --run-dir out --with nodes=2 | sbatch's nodes comes from the configuration
 submit smoke --emit slurm                       | --emit slurm needs --run-dir: a folder that all nodes see
 submit smoke --emit kuberay --with imag=a       | not a key of --emit kuberay, which takes image, claim
-resume nothere                                  | nothere: 
-status nothere                                  | nothere
+resume nothere                                  | nothere: there is no such folder; runs here: runs/mine
+status nothere                                  | nothere: there is no such folder; runs here: runs/mine
 logs run model.d_model=8                        | unrecognized arguments: model.d_model=8
-logs nothere                                    | nothere: there are no logs
-stop nothere                                    | nothere: 
-watch nothere                                   | nothere: 
-scale nothere 4                                 | nothere: 
-eval nothere                                    | nothere: is not a run folder (no config.json)
+logs nothere                                    | they would be in logs/g001/node0/rank0.log …); runs here: runs/mine
+stop minne                                      | minne: there is no such folder; did you mean runs/mine?
+watch runs                                      | (it has no journal.jsonl); runs here: runs/mine
+scale runs/mein 4                               | runs/mein: there is no such folder; did you mean runs/mine?
+eval nothere                                    | nothere: is not a run folder (no config.json); runs here: runs/mine
+ckpt ls mine                                    | has no checkpoint (a run's are in mine/checkpoints); did you mean runs/mine?
+ckpt export mine --out out                      | did you mean runs/mine?
 eval nothere --prompt hello --tokens -3         | num_tokens=-3 must be at least 1
 eval nothere --prompt hello --temperature -1    | temperature=-1.0 must be finite and at least 0
 eval nothere --prompt a --score b               | --score and --prompt cannot be combined: choose one
@@ -124,7 +128,7 @@ prepare --input nothere.txt --output out        | 'nothere.txt' does not exist
 prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5' is unknown: give 'bpe', 'bytes',
 data nothere                                    | invalid choice: 'nothere' (choose from 'ls', 'peek', 'verify')
 data verify nothere                             | nothere
-ckpt verify nothere                             | nothere: has no checkpoint
+ckpt verify nothere                             | has no checkpoint (a run's are in nothere/checkpoints); runs here: runs/mine
 cluster down                                    | no simulated cluster is up; start one with `moebius cluster up
 models nothere.toml                             | nothere.toml: cannot be read
 submit smoke --detach                           | --detach needs --address
@@ -151,7 +155,7 @@ def test_a_mistake_is_told_with_the_way_out(
 ) -> None:
     (tmp_path / "text.txt").write_text("some text\n")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/checkpoints").mkdir(parents=True)
     (tmp_path / "runs/folder").mkdir()
     (tmp_path / "runs/mine/config.json").write_text("{}\n")
     (tmp_path / "own.py").write_text(OWN)
@@ -165,6 +169,18 @@ def test_a_mistake_is_told_with_the_way_out(
     assert answer.code == 2, answer.text
     assert told.strip() in answer.text
     assert set(Path("runs").rglob("*")) == before
+
+
+def test_of_many_runs_a_few_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match=r"no such folder; there is no run here: `moebius train smo"):
+        status("mine")
+    for number in range(30):
+        (tmp_path / "runs" / f"{number:06}" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(JobError, match=r"runs here: (runs/\d{6},? ){10}and 20 more$"):
+        status("mine")
+    with pytest.raises(ConfigError, match=r"cannot be read .*; did you mean runs/000013\?"):
+        load_config("runs/00001333")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
+from ...own_parts import runs_near
 from ..optim import OPTIMIZER, SCHEDULE, OptimConfig
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
@@ -258,7 +259,8 @@ class Config(BaseModel):
             with open_regular(path) as file:
                 values = json.loads(file.read(MAX_BYTES))
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+            hint = runs_near(path.parent)
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}){hint}") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: is damaged ({error}): restore it, or choose another run folder"
