@@ -9,7 +9,9 @@ folder with another version of the package as FOLDER/moebius, and measures the s
 a busy machine, trust the processor times and the minimum of wall time.
 
 `--steps` sets the length of the finished run that the commands look at, with a line for every step;
-`--steps 1000000 --only status watch picture` shows how they grow (results in startup_1000000_steps.json).
+`--steps 1000000 --only status watch picture history compare` shows how they grow
+(startup_1000000_steps.json beside startup_1000_steps.json). `compare` reads two runs, as the command of
+moebius-science does.
 
 The measuring process imports no torch before measuring: Linux counts a parent's memory at the fork
 as the child's, so no figure is below this process's 15 MiB.
@@ -52,6 +54,21 @@ from pathlib import Path
 from moebius.cluster.report.summary import draw_summary
 draw_summary(Path(sys.argv[1]))
 """
+_HISTORY = """
+import sys
+import moebius
+assert moebius.history(sys.argv[1]).sample()
+"""
+_COMPARE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from moebius_science.compare.results import read_run
+config = SimpleNamespace(train=SimpleNamespace(steps=int(sys.argv[2])))
+for seed in range(2):
+    run = SimpleNamespace(arm="a", seed=seed, config=config, folder=Path(sys.argv[1]))
+    assert read_run(run) is not None
+"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class Start:
     peak_mib: float
 
 
-def cases(run_dir: Path) -> list[Case]:
+def cases(run_dir: Path, num_steps: int = 1000) -> list[Case]:
     """Returns all cases; the commands look at the finished run of `run_dir`."""
     run = str(run_dir)
     commands = [
@@ -85,6 +102,8 @@ def cases(run_dir: Path) -> list[Case]:
         Case("import moebius", "import moebius"),
         *(Case(f"moebius {words[0]}", _COMMAND, words) for words in commands),
         Case("picture", _PICTURE, (run,)),
+        Case("history", _HISTORY, (run,)),
+        Case("compare", _COMPARE, (run, str(num_steps))),
         Case("import torch", "import torch"),
         Case("an agent's imports", _AGENT),
         Case("a rank's imports", "import moebius.train.__main__"),
@@ -174,14 +193,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="starts of every case")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="holds an older moebius/")
-    parser.add_argument("--steps", type=int, default=160, help="of the finished run")
+    parser.add_argument("--steps", type=int, default=1000, help="of the finished run")
     parser.add_argument("--only", nargs="+", help="cases whose names end like this")
     options = parser.parse_args(arguments)
     versions = {"now": ROOT.parent}
     if options.before is not None:
         versions["before"] = options.before.absolute()
     with tempfile.TemporaryDirectory(prefix="moebius-startup-") as folder:
-        measured = cases(write_run(Path(folder) / "run", options.steps))
+        measured = cases(write_run(Path(folder) / "run", options.steps), options.steps)
         if options.only:
             measured = [case for case in measured if case.name.endswith(tuple(options.only))]
         figures = _measure_all(measured, versions, options.runs)

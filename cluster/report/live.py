@@ -46,9 +46,7 @@ PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 _PAGE_WIDTH = 100  # characters, of the view in a notebook
 _PAGE_EVENTS = 12  # lines above it
-BACKLOG_BYTES = (
-    1 << 20
-)  # of the records of a preparation that are read before the view appears, at most
+BACKLOG_BYTES = 1 << 20  # at most, of a preparation's records read before the view appears
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # From idle to overloaded.
@@ -155,7 +153,7 @@ def follow(
 
 def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
     """Yields new events until the job has ended, including the last ones."""
-    liveness, was_lost = LivenessWatch(view.run_dir), False
+    liveness, was_lost = None, False  # looking for life takes a second, and an ended run has none
     while True:
         status = view.status = _status(view, liveness)
         events = view.refresh()
@@ -167,17 +165,22 @@ def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Even
             events.append(Event(time.time(), words, "bold green"))
         was_lost = is_lost
         yield events
-        if status.state.is_final or (is_lost and liveness.is_given_up()) or until(status):
+        if status.state.is_final or until(status):
+            return
+        liveness = liveness or LivenessWatch(view.run_dir)
+        if is_lost and liveness.is_given_up():
             return
         time.sleep(POLL_S)
 
 
-def _status(view: View, liveness: LivenessWatch) -> JobStatus:
+def _status(view: View, liveness: LivenessWatch | None) -> JobStatus:
     """Returns the job's status; the last one if its journal was deleted, which the supervisor restores."""
     try:
         return read_status(view.run_dir, liveness=liveness)
     except JobError:
-        if view.status is None or not view.run_dir.is_dir() or liveness.is_given_up():
+        if liveness is None or view.status is None or not view.run_dir.is_dir():
+            raise
+        if liveness.is_given_up():
             raise
         return view.status
 

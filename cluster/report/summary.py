@@ -65,16 +65,9 @@ def closing_words(
 def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tuple[str, str]]:
     rows = []
     if history.validation:
-        first, last = (
-            history.validation[min(history.validation)],
-            history.validation[max(history.validation)],
-        )
-        rows.append(
-            (
-                "validation loss",
-                f"{first:.4f} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})",
-            )
-        )
+        first, last = (history.validation[at(history.validation)] for at in (min, max))
+        words = f"{first:.4f} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"
+        rows.append(("validation loss", words))
     if history.step is not None:
         rows.append(("training", _training(status, history)))
     if (record := last_record(status.run_dir)) is not None:

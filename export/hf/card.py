@@ -71,7 +71,7 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
 def _last_losses(log: Path, last_step: int) -> dict[str, float]:
     """Returns the last losses that a run logged up to a step, by kind of line."""
     found = {}
-    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+    for text in log.open(encoding="utf-8") if log.is_file() else ():
         try:
             line = json.loads(text)
         except ValueError:

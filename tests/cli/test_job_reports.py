@@ -88,7 +88,8 @@ def test_logs_plain_and_for_scripts(runs, moebius):
         assert moebius("logs", run, *wrong).code == 2
 
 
-def test_watch_of_a_run_that_has_ended(runs, moebius):
+def test_watch_of_a_run_that_has_ended_waits_for_no_sign_of_life(runs, moebius, monkeypatch):
+    monkeypatch.setattr("moebius.cluster.report.live.LivenessWatch", None)
     watched = moebius("watch", runs / "good")
     assert watched.code == 0
     assert "SUCCEEDED" in watched.out
