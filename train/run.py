@@ -34,7 +34,7 @@ from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
-from .record.run_folder import end_is_asked
+from .record.run_folder import check_same_run, end_is_asked
 from .state import TrainingProgress, allocate_moments, restore_numbers, state_tensors
 
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
@@ -216,10 +216,14 @@ def resume(run: Run) -> dict[str, Any] | None:
 
     Raises:
         CheckpointError: no checkpoint is whole and fits; on all ranks.
+        ConfigError: it is of a run that computes something else; on all ranks.
     """
     found = run.checkpoints.newest_whole()
     if found is None:
         return None
+    remedy = "restore this run's own, or delete it and resume from the one before it"
+    saved = {**found.meta.meta["config"], "data": {}, "prepare": {}}  # the loader compares these
+    check_same_run(saved, run.config, found.path, remedy=remedy)
     meta = _load_state(run, found)
     run.set_aside = run.checkpoints.adopt(found)
     run.was_fetched = found.fetched_for is not None

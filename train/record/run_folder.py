@@ -8,8 +8,10 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.loader import Loader
@@ -79,7 +81,7 @@ def open_run(config: Config, run_dir: Path) -> None:
     if saved.exists():
         before = Config.load(saved)
         if _has_trained(run_dir):
-            return _check_same_run(before, config, run_dir)
+            return check_same_run(before.model_dump(mode="json"), config, run_dir)
     elif any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
@@ -149,23 +151,29 @@ def _make_writable(run_dir: Path) -> None:
         ) from None
 
 
-def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
-    differences = []
-    before, now = saved.model_dump(mode="json"), asked.model_dump(mode="json")
+def check_same_run(
+    before: Mapping[str, Mapping[str, Any]],
+    asked: Config,
+    where: Path,
+    *,
+    remedy: str = "continue it with its own settings, or choose a new folder",
+) -> None:
+    """Refuses a configuration that computes something else.
+
+    Args:
+        before: the configuration of what exists, as JSON values.
+        where: what exists.
+
+    Raises:
+        ConfigError: they differ in a key that a continued run may not change; with `remedy`.
+    """
+    differences, now = [], asked.model_dump(mode="json")
     for section, values in before.items():
         for key, value in values.items():
             name = f"{section}.{key}"
             is_of_data = section in ("data", "prepare") and asked.data.override_position
             may_change = section in _SECTIONS_THAT_MAY_CHANGE or name in _KEYS_THAT_MAY_CHANGE
-            if value != now[section][key] and not (may_change or is_of_data):
-                differences.append(f"  {name}: the run has {value!r}, now {now[section][key]!r}")
+            if value != now[section].get(key, value) and not (may_change or is_of_data):
+                differences.append(f"{name}: the run has {value!r}, now {now[section][key]!r}")
     if differences:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"{run_dir}: holds another run; continue it with its own settings, or choose "
-                    "a new folder",
-                    *differences,
-                ]
-            )
-        )
+        raise ConfigError(f"{where}: holds another run ({'; '.join(differences)}); {remedy}")

@@ -5,14 +5,17 @@ damages, before, during and after the first generation; the slow test trains a m
 """
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import curve, wait_for_step
+from jobs import curve, rank_pids, wait_for_step
 from tiny_job import MOEBIUS, TINY_JOB
 
 from moebius.cluster.job import (
@@ -28,6 +31,8 @@ from moebius.cluster.local import train_here
 from moebius.cluster.nodes.assignment import AgentReport
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
 from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.distributed.checkpoint.format import list_checkpoints
+from tests.chaos.job_under_fire import weights_hash
 from tests.cluster.pretended import OK, PretendedNode, failed, in_turn, live, makes_steps
 
 STEPS = 5
@@ -69,7 +74,7 @@ def emptied(path: Path, name: str) -> None:
 
 
 def torn(path: Path, name: str) -> None:
-    whole = path.read_bytes() if path.exists() else OURS[name].encode()
+    whole = path.read_bytes() if path.exists() else OURS.get(name, "").encode()
     path.write_bytes(whole[: len(whole) // 2] + b"\xff\x00")
 
 
@@ -301,7 +306,65 @@ def curve_of_whole_lines(run_dir: Path) -> dict[int, float]:
     return {step: loss for step, loss in found.items() if 0 < step < 900}
 
 
-def _train(run_dir: Path) -> subprocess.Popen[bytes]:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[Path, Path]:
+    """Makes an undisturbed run of two ranks, and one of another seed; returns their folders."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    for name, *changes in (("whole",), ("other", "train.seed=9")):
+        assert _train(folder / name, *TWO_RANKS, *changes).wait() == 0
+    return folder / "whole", folder / "other"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_run_goes_on_without_its_newest_checkpoint_and_a_rank(tmp_path, two_ranks, damage):
+    """The file `supervisor` is damaged, too; the ranks stand still meanwhile, so nothing newer comes."""
+    (whole, other), run_dir = two_ranks, tmp_path / "run"
+    with open(tmp_path / "said", "w") as said:
+        process = _train(run_dir, *TWO_RANKS, cwd=whole.parent, output=said)
+    try:
+        wait_for_step(run_dir, 12)
+        ranks = rank_pids(run_dir)
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGSTOP)
+        damages(damage, run_dir, "supervisor")
+        newest = list_checkpoints(run_dir / "checkpoints")[-1].path
+        for file in [*newest.iterdir()]:
+            if damage is of_another_run:
+                shutil.copy(other / "checkpoints" / newest.name / file.name, file)
+            else:
+                damage(file, "")
+        os.kill(ranks[1], signal.SIGKILL)
+        code = process.wait(100)
+    finally:
+        process.kill()
+    words = " ".join((tmp_path / "said").read_text().split())
+    assert "Traceback" not in words
+    if damage is of_another_run:  # its checksums are right
+        assert code == 1, words
+        assert "holds another run (train.seed: the run has 9, now 0); restore this run's" in words
+        assert read_status(run_dir).state is State.FAILED
+    else:
+        assert code == 0, words
+        assert read_status(run_dir).state is State.SUCCEEDED
+        assert (curve(run_dir), weights_hash(run_dir)) == (curve(whole), weights_hash(whole))
+
+
+TWO_RANKS = (
+    "job.num_nodes=1",
+    "job.ranks_per_node=2",
+    "mesh.ep=2",
+    "mesh.dp_replicate=1",
+    "checkpoint.keep_last=9",
+)
+
+
+def _train(
+    run_dir: Path, *changes: str, cwd: Path | None = None, output: Any = None
+) -> subprocess.Popen[bytes]:
     settings = (*TINY_JOB, "train.steps=40", "checkpoint.every=5", "job.ranks_per_node=1")
-    words = ("train", "smoke", *settings, "job.max_restarts=50", "mesh.ep=1")
-    return subprocess.Popen([*MOEBIUS, *words, "--run-dir", str(run_dir)], cwd=run_dir.parent)
+    words = ("train", "smoke", *settings, "job.max_restarts=50", "mesh.ep=1", *changes)
+    command = [*MOEBIUS, *words, "--run-dir", str(run_dir)]
+    cwd = cwd or run_dir.parent
+    return subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output)
