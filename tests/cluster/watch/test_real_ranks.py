@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import assert_nothing_left, wait_for, wait_for_end, wait_for_step
 from made_folder import MadeFolder, documents
@@ -248,3 +249,64 @@ def test_a_slow_rank_is_named_once(config, expected, tmp_path) -> None:
     [entry] = [entry for entry in named if entry.details["straggler"]["rank"] == 1]
     assert entry.details["straggler"]["ratio"] > 1.5
     assert losses(tmp_path) == expected
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mounts a file system of 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    if done.returncode != 0:
+        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@contextlib.contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """Leaves no room on a file system meanwhile."""
+    filler = disk / "filler"
+    try:
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+    finally:
+        filler.unlink()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "rank 1 on node 0 was killed by SIGKILL"),
+        (signal.SIGSTOP, "rank 1 on node 0 hangs"),
+    ],
+)
+def test_a_full_disk_does_not_hide_what_became_of_a_rank(
+    config, expected, small_disk, number, words
+) -> None:
+    """F22: the run waits for room, and then goes on with the same losses."""
+    run_dir = small_disk / "run"
+    with running(config, run_dir):
+        wait_for_step(run_dir, 12)
+        first = pids(run_dir)
+        with filled(small_disk):
+            os.kill(first[1], number)
+            wait_for(
+                lambda: not any(map(psutil.pid_exists, first.values())), what="the end of the ranks"
+            )
+            time.sleep(2.0)  # for the supervisor to judge it, and to find no room for the next one
+        status = wait_for_end(run_dir)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 2)
+    [entry] = told(run_dir, "root_cause")
+    assert words in entry.reason
+    assert "No space left" not in entry.reason
+    assert losses(run_dir) == expected
