@@ -188,10 +188,10 @@ def boundaries_of(described: dict[str, Any]) -> str | None:
         pattern = _pattern(described)
     except UnsuitableError:
         return None
-    if not all(one["special"] for one in described["added_tokens"]):
-        return None
+    searches = not all(one["special"] for one in described["added_tokens"])
     # with Llama's, Qwen's and DeepSeek's, a run of punctuation includes the following line feed
-    return " \n" if pattern in (_GPT2, _GPT2_AFTER_DIGITS) else " "
+    blanks = " \n" if pattern in (_GPT2, _GPT2_AFTER_DIGITS) else " "
+    return None if searches else blanks
 
 
 def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes, bytes]]]:

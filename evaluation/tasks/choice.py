@@ -73,7 +73,7 @@ class ChoiceTask:
     def metrics(self) -> tuple[Metric, ...]:
         """Returns the scores of the task, the paper's first."""
         aggregation = "mean_of_groups" if self.by_group else "mean"
-        names = (PAPER, *self.harness) if self.paper else self.harness
+        names = ((PAPER,) if self.paper else ()) + self.harness
         return tuple(Metric(name, aggregation) for name in names)
 
     def question(self, record: Record, encoder: Encoder) -> Question:
@@ -111,7 +111,8 @@ class ChoiceTask:
                     scores[place].total(count) / (count if self.paper == "mean" else 1)
                     for place, count in paper
                 ]
-                found[PAPER] = Judgement(float(_beats_all(values, answer)))
+                others = [*values[:answer], *values[answer + 1 :]]
+                found[PAPER] = Judgement(float(all(values[answer] > other for other in others)))
             totals = np.array([scores[place].total(count) for place, count in harness])
             if "acc" in self.harness:
                 found["acc"] = Judgement(float(totals.argmax() == answer))
@@ -128,7 +129,3 @@ def _paper_row(option: Option, encoder: Encoder, rows: RowList) -> tuple[int, in
     if option.context:
         return rows.add(encoder.row(encoder.ids(option.context), scored))
     return rows.add(encoder.row(scored[:1], scored[1:]))
-
-
-def _beats_all(values: Sequence[float], answer: int) -> bool:
-    return all(values[answer] > other for n, other in enumerate(values) if n != answer)

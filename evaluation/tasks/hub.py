@@ -54,10 +54,6 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
             yield where, converted
 
 
-def _of_blimp(record: Record, configuration: str) -> Record:
-    return {**record, "UID": record.get("UID", configuration)}
-
-
 def _of_cbt(record: Record, configuration: str) -> Record:
     return {
         "kind": configuration,
@@ -135,4 +131,4 @@ BLIMP_PHENOMENA = (
     "wh_questions_subject_gap", "wh_questions_subject_gap_long_distance", "wh_vs_that_no_gap",
     "wh_vs_that_no_gap_long_distance", "wh_vs_that_with_gap", "wh_vs_that_with_gap_long_distance",
 )  # fmt: skip
-BLIMP = HubSet("nyu-mll/blimp", "train", BLIMP_PHENOMENA, _of_blimp)
+BLIMP = HubSet("nyu-mll/blimp", "train", BLIMP_PHENOMENA, lambda one, name: {"UID": name, **one})
