@@ -1,4 +1,4 @@
-"""Measures collectives by message size and ranks, as a table for `moebius plan --measured`.
+"""Measures collectives by message size and ranks, to compare the planner's formulas with.
 
     python -m benchmarks.gloo_table [--worlds 2 4 8] [--rounds 31]
     torchrun --nproc-per-node 8 -m benchmarks.gloo_table --backend nccl

@@ -1,15 +1,14 @@
-"""What a model costs: its parameters, and its FLOPs per token by formula and as torch counts them.
+"""What a model costs: its parameters, and its FLOPs per token by formula.
 
 A multiply-accumulate is two FLOPs. Only matrix products count, as in torch's FlopCounterMode, which
 agrees with `forward_flops` exactly. Attention counts all S × S scores, masked or not, because the
 plain product computes them all. The backward pass has two products for each forward one, so
 training costs three times the forward pass. Recomputation is not counted.
 
-Capacities and halting are ignored: the formula and the counter serve every row, which gives an
-upper bound. A transition costs what it does while mixing.
+Capacities and halting are ignored: the formula serves every row, which gives an upper bound. A
+transition costs what it does while mixing.
 
 Parameters are counted on a model built on the meta device, which takes milliseconds and no memory.
-Counting FLOPs with torch runs forward and backward there, about 0.03 s per depth step.
 
 Legend: S positions, D model width, W heads × their channels, F hidden width of an expert, E
 experts, K of them chosen.
@@ -20,7 +19,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..kernels.reference import columns_of
 from .block import Layer
@@ -131,20 +129,6 @@ def is_upper_bound(config: ModelConfig) -> bool:
     return config.halting is not None or (
         config.experts is not None and config.experts.router.may_serve_fewer
     )
-
-
-def counted_flops(config: ModelConfig, seq_len: int) -> float:
-    """Counts one token's training FLOPs with torch, on one group of sequences on the meta
-    device.
-    """
-    batch = config.group_sequences
-    with torch.device("meta"):
-        model = Transformer(config, backend="segments")
-        tokens_BS = torch.zeros(batch, seq_len, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter:
-            output = model(tokens_BS, targets_BS=tokens_BS)
-            (output.cross_entropy + output.regularisation_B.sum()).backward()
-    return counter.get_total_flops() / (batch * seq_len)
 
 
 def _numel(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Prices collectives: bytes by arithmetic, seconds by Hockney's formula or a measured table.
+"""Prices collectives: bytes by arithmetic, seconds by Hockney's formula.
 
 P ranks hold contiguous blocks of E experts, and a row chooses K of them. Under even routing a row
 reaches exactly
@@ -26,7 +26,6 @@ from math import ceil, gcd, log2, prod
 
 from ..distributed.dispatch.table import entry_of
 from .hardware import Hardware
-from .measured import MeasuredTable
 from .workload import Bank, Unit, blocks_of_heads
 
 # Destinations of a row ----------------------------------------------------------------------------
@@ -100,7 +99,7 @@ class Traffic:
     slow_bytes: float
     fast_peers: int
     slow_peers: int
-    held_bytes: float  # including what stays on the rank, as measured all-to-alls count
+    held_bytes: float  # including what stays on the rank
     cap: float  # on λ
 
     @property
@@ -180,7 +179,6 @@ def exchange_s(
     dispatcher: str,
     skew: float = 1.0,
     staged: bool = False,
-    table: MeasuredTable | None = None,
 ) -> float:
     """Returns the seconds of one direction of an exchange of rows; 0 for a single rank.
 
@@ -191,17 +189,11 @@ def exchange_s(
         skew: λ, the hottest rank's factor.
         staged: `hierarchical` sends between nodes first, copies, then sends inside nodes, as
             moebius does; otherwise the two overlap, as in DeepEP.
-        table: measured times, which take precedence over the formulas.
     """
     if traffic.fast_peers + traffic.slow_peers == 0:
         return 0.0
     load = min(skew, traffic.cap)
     node_first = entry_of(dispatcher).pattern.node_first
-    one_collective = not (node_first and traffic.slow_peers)
-    if table is not None and one_collective:
-        found = _measured_s(table, traffic, load * traffic.held_bytes)
-        if found is not None:
-            return found
     fast_s = load * traffic.fast_bytes / hardware.fast
     slow_s = load * traffic.slow_bytes / hardware.slow
     fixed_s = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
@@ -213,15 +205,6 @@ def exchange_s(
         return fixed_s + max(fast_s, slow_s)
     copied_bytes = 2 * load * traffic.held_bytes if traffic.slow_peers else 0.0
     return fixed_s + (fast_s + slow_s) + copied_bytes / hardware.memory_bandwidth
-
-
-def _measured_s(table: MeasuredTable, traffic: Traffic, num_bytes: float) -> float | None:
-    return table.seconds(
-        "all_to_all",
-        world=1 + traffic.fast_peers + traffic.slow_peers,
-        ranks_per_node=1 + traffic.fast_peers,
-        num_bytes=num_bytes,
-    )
 
 
 # Dense collectives --------------------------------------------------------------------------------
@@ -253,9 +236,7 @@ def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
     return min(size, ranks_per_node) if size % ranks_per_node == 0 else gcd(size, ranks_per_node)
 
 
-def collective_s(
-    op: str, num_bytes: float, group: Group, hardware: Hardware, table: MeasuredTable | None = None
-) -> float:
+def collective_s(op: str, num_bytes: float, group: Group, hardware: Hardware) -> float:
     """Returns the seconds of one dense collective; 0 for a single rank.
 
     Args:
@@ -263,16 +244,9 @@ def collective_s(
         num_bytes: of the whole tensor on one rank.
         group: its ranks.
         hardware: the links.
-        table: measured times, which take precedence over the formulas.
     """
     if group.size == 1 or num_bytes == 0:
         return 0.0
-    if table is not None:
-        found = table.seconds(
-            op, world=group.size, ranks_per_node=group.per_node, num_bytes=num_bytes
-        )
-        if found is not None:
-            return found
     rounds = 2 if op == "all_reduce" else 1
     transfer = rounds * num_bytes * (group.size - 1) / group.size / bandwidth_of(group, hardware)
     latency = rounds * ring_latency_s(group, hardware)

@@ -195,8 +195,8 @@ def compare(scenario: Scenario, *, ep: int, dispatcher: str) -> Comparison:
     gathers = gathers_per_pass(work)
     gathered_bytes = work.expert_parameters * work.bytes_per_element
     scattered_bytes = work.expert_parameters * GRADIENT_BYTES
-    gather_s = collective_s("all_gather", gathered_bytes, group, hardware, scenario.table)
-    scatter_s = collective_s("reduce_scatter", scattered_bytes, group, hardware, scenario.table)
+    gather_s = collective_s("all_gather", gathered_bytes, group, hardware)
+    scatter_s = collective_s("reduce_scatter", scattered_bytes, group, hardware)
     once, anew = (
         (count * gathered_bytes + scattered_bytes) * (ep - 1) / ep
         for count in (gathers, 2 * work.repeats)

@@ -2,8 +2,7 @@
 
 A node is the set of ranks joined by fast links: 8 GPUs of a server, or 72 of an NVL72 rack.
 Bandwidths are per GPU and direction; a transfer reaches the given efficiency. A TOML file changes
-single figures (`base = "h200"`, then `slow_bandwidth = 25e9`). A measured table
-(planning/measured.py) replaces the formulas of collectives.
+single figures (`base = "h200"`, then `slow_bandwidth = 25e9`).
 """
 
 import tomllib

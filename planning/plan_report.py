@@ -261,11 +261,11 @@ def _notes(scenario: Scenario, shown: Sequence[LayoutPlan]) -> Iterator[str]:
 def plans_as_json(report: PlanReport) -> dict[str, Any]:
     """Returns the report as plain values for JSON: bytes, seconds, tokens per second."""
     scenario, best = report.scenario, report.best_with_ep
-    hardware, table = scenario.hardware, scenario.table
+    hardware = scenario.hardware
     sources = {**hardware.sources, "routing skew": scenario.skew.source}
     return {
         "hardware": {key: getattr(hardware, key) for key in ("name", *hardware.sources)},
-        "sources": sources | ({"collectives": table.source} if table else {}),
+        "sources": sources,
         "tokens_per_rank": scenario.tokens,
         "micro_batches": scenario.micro_batches,
         "precision": scenario.workload.precision,

@@ -16,7 +16,6 @@ from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes
 from .communication import ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, predict
 from .prediction import LayoutCandidate, Prediction, Scenario
-from .step_collectives import is_measured
 from .workload import rounded
 
 
@@ -143,9 +142,7 @@ def _dispatchers(
     one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
     if constraints.dispatcher:
         return [constraints.dispatcher]
-    names = [name for name in by_collectives() if not (one_node and needs_nodes(name))]
-    measured = [name for name in names if is_measured(scenario, layout.ep, name)]
-    return measured or names  # never a measured time against a formula
+    return [name for name in by_collectives() if not (one_node and needs_nodes(name))]
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, fields
 
 from .hardware import Hardware
-from .measured import MeasuredTable
 from .routing_skew import RoutingSkew
 from .workload import Workload
 
@@ -16,7 +15,6 @@ class Scenario:
     hardware: Hardware
     tokens: int  # per rank and micro-batch
     skew: RoutingSkew
-    table: MeasuredTable | None = None
     micro_batches: int = 1  # accumulated by a rank per step
 
 

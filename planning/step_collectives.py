@@ -84,9 +84,7 @@ def exchange_cost(
         whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
         group = strided_group(candidate.ep, 1, hardware.ranks_per_node)
         # One pass gathers and the other scatters: dispatch forward, combine backward.
-        both = (
-            collective_s(op, whole, group, hardware, scenario.table) for op in _TO_ALL_COLLECTIVES
-        )
+        both = (collective_s(op, whole, group, hardware) for op in _TO_ALL_COLLECTIVES)
         return whole * (candidate.ep - 1) / candidate.ep, sum(both) / 2
     traffic = exchange_traffic(
         direction,
@@ -101,22 +99,8 @@ def exchange_cost(
         dispatcher=candidate.dispatcher,
         skew=skew,
         staged=True,
-        table=scenario.table,
     )
     return traffic.num_bytes, seconds
-
-
-def is_measured(scenario: Scenario, ep: int, dispatcher: str) -> bool:
-    """Tells whether the scenario's table prices every collective of a dispatcher on `ep` ranks."""
-    pattern, table = entry_of(dispatcher).pattern, scenario.table
-    group = strided_group(ep, 1, scenario.hardware.ranks_per_node)
-    if table is None or (pattern.node_first and group.nodes > 1):
-        return False
-    ops = _TO_ALL_COLLECTIVES if pattern.to_all else ("all_to_all",)
-    return all(
-        table.seconds(op, world=ep, ranks_per_node=group.per_node, num_bytes=1.0) is not None
-        for op in ops
-    )
 
 
 def dispatch_launches(dispatcher: str) -> int:
@@ -253,5 +237,5 @@ def _call(
         group.nodes > 1,
         calls,
         rounds * num_bytes * (group.size - 1) / group.size,
-        collective_s(op, num_bytes, group, scenario.hardware, scenario.table),
+        collective_s(op, num_bytes, group, scenario.hardware),
     )

@@ -19,12 +19,13 @@ from meshes import meshed, model_on
 from pairwise import slow_but
 from parts import make_config
 from torch import Tensor
+from torch_modes import counted_flops
 from world import run_ranks
 
 import moebius
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.model.config.model_config import ModelConfig
-from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
+from moebius.model.cost import count_parameters, forward_flops, is_upper_bound
 from moebius.model.execution.depth_losses import weighted_losses
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer

@@ -1,4 +1,4 @@
-"""Modes that list the operations that code runs, and count bytes that it leaves allocated."""
+"""Modes that list the operations that code runs, and count bytes that it leaves allocated and FLOPs."""
 
 import gc
 from collections import Counter
@@ -8,6 +8,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from moebius.model.config.model_config import ModelConfig
+from moebius.model.transformer import Transformer
 
 
 class Operations(TorchDispatchMode):
@@ -59,3 +63,17 @@ class LiveMemory(TorchDispatchMode):
         return sum(
             num_bytes for reference, num_bytes in self._seen.values() if not reference.expired()
         )
+
+
+def counted_flops(config: ModelConfig, seq_len: int) -> float:
+    """Counts one token's training FLOPs with torch, on one group of sequences on the meta
+    device.
+    """
+    batch = config.group_sequences
+    with torch.device("meta"):
+        model = Transformer(config, backend="segments")
+        tokens_BS = torch.zeros(batch, seq_len, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            output = model(tokens_BS, targets_BS=tokens_BS)
+            (output.cross_entropy + output.regularisation_B.sum()).backward()
+    return counter.get_total_flops() / (batch * seq_len)

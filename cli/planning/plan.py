@@ -67,12 +67,6 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN|ALPHA|balanced",
         help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
     )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE.json",
-        help="measured collectives, instead of formulas",
-    )
 
 
 def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +114,6 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
     Raises:
         ValueError: the planner does not model the configuration, or an option is out of range.
     """
-    from ...planning.measured import read_table
     from ...planning.prediction import Scenario
     from ...planning.workload import describe
 
@@ -146,8 +139,7 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
     workload = describe(config.model, seq_len=config.data.seq_len, precision=precision)
     skew = _routing_skew(options.skew)
     skew.check([bank for bank, _ in workload.uses])
-    table = read_table(options.measured) if options.measured else None
-    return Scenario(workload, machine, tokens, skew, table, options.micro_batches)
+    return Scenario(workload, machine, tokens, skew, options.micro_batches)
 
 
 def _routing_skew(text: str | None) -> "RoutingSkew":

@@ -8,6 +8,7 @@ import torch
 from pairwise import slow_but
 from parts import layers
 from small_model import ODD
+from torch_modes import counted_flops
 
 from moebius.model.config.attention_config import (
     DenseAttentionConfig,
@@ -16,7 +17,6 @@ from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import (
     count_parameters,
-    counted_flops,
     forward_flops,
     is_upper_bound,
 )

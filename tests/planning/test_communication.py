@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from math import comb
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from moebius.planning.communication import (
     tree_latency_s,
 )
 from moebius.planning.hardware import HARDWARE
-from moebius.planning.measured import make_table, read_table
 from moebius.planning.workload import Bank
 
 H100 = HARDWARE["h100"]
@@ -210,71 +208,6 @@ def test_groups_that_straddle_nodes_count_their_loneliest_rank(size: int, expect
     )
     fewest = min(nodes.count(node) for nodes in groups for node in set(nodes))
     assert ranks_sharing_a_node(size, 8) == fewest == expected
-
-
-# Measured tables ----------------------------------------------------------------------------------
-
-
-def test_a_measured_table_is_interpolated_and_goes_before_the_formula() -> None:
-    table = make_table(
-        {("all_to_all", world): {1e3: 1e-3 * world, 1e5: 4e-3 * world} for world in (2, 8)}
-    )
-    ask = dict(ranks_per_node=8, world=8)
-    assert table.seconds("all_to_all", num_bytes=10, **ask) == pytest.approx(8e-3)
-    assert table.seconds("all_to_all", num_bytes=1e4, **ask) == pytest.approx(
-        16e-3
-    )  # half way, in logarithms
-    assert table.seconds("all_to_all", num_bytes=2e5, **ask) == pytest.approx(
-        32e-3 + 1e5 * 24e-3 / 99e3
-    )
-    assert table.seconds("all_to_all", num_bytes=1e3, world=4, ranks_per_node=4) == pytest.approx(
-        4e-3
-    )
-    assert table.seconds("all_to_all", num_bytes=1e3, world=16, ranks_per_node=16) is None
-    assert table.seconds("all_to_all", num_bytes=1e3, world=8, ranks_per_node=1) is None
-    assert table.seconds("all_gather", num_bytes=1e3, **ask) is None
-    traffic = traffic_of(QWEN3_30B, "alltoall", ep=8, tokens=1)
-    assert exchange_s(traffic, H100, dispatcher="alltoall", table=table) == table.seconds(
-        "all_to_all", num_bytes=traffic.held_bytes, **ask
-    )
-
-
-def test_noise_does_not_make_more_bytes_faster() -> None:
-    table = make_table({("all_reduce", 2): {1e3: 2e-3, 2e3: 1e-3, 4e3: 3e-3}})
-    times = [
-        table.seconds("all_reduce", world=2, ranks_per_node=2, num_bytes=size)
-        for size in (1e3, 2e3, 4e3)
-    ]
-    assert times == pytest.approx([2e-3, 2e-3, 3e-3])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read"),
-        ("{", "Invalid JSON"),
-        ("[]", "should be an object"),
-        ('{"rows": []}', "rows: "),
-        ('{"rows": [{"op": "broadcast", "world": 2, "bytes": 1, "seconds": 1}]}', r"rows\.0\.op: "),
-        ('{"rows": [{"op": "all_reduce", "world": 1, "bytes": 1, "seconds": 1}]}', r"0\.world: "),
-        ('{"rows": [{"op": "all_reduce", "world": 2, "bytes": 1}]}', r"rows\.0\.seconds: "),
-    ],
-)
-def test_a_table_that_is_none_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
-    file = tmp_path / "table.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_table(file)
-
-
-def test_one_measured_size_grows_in_proportion() -> None:
-    table = make_table({("all_reduce", 8): {1e3: 2e-3}})
-    ask = dict(world=8, ranks_per_node=8)
-    assert table.seconds("all_reduce", num_bytes=500, **ask) == 2e-3
-    assert table.seconds("all_reduce", num_bytes=4e3, **ask) == pytest.approx(8e-3)
-    node = strided_group(8, 1, 8)
-    assert collective_s("all_reduce", 4e3, node, H100, table=table) == pytest.approx(8e-3)
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:

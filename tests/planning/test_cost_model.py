@@ -13,7 +13,6 @@ from moebius.planning.cost_model import (
     predict,
 )
 from moebius.planning.hardware import HARDWARE, Hardware
-from moebius.planning.measured import make_table
 from moebius.planning.prediction import LayoutCandidate, Prediction, Scenario
 from moebius.planning.routing_skew import RoutingSkew, dirichlet_skew
 from moebius.planning.step_collectives import dispatch_launches
@@ -389,24 +388,6 @@ def test_moving_tokens_or_weights(moeut: Workload) -> None:
         replace(scenario, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup"
     )
     assert at_break_even.tokens_bytes == pytest.approx(at_break_even.weights_bytes, rel=1e-2)
-
-
-def test_a_measured_table_takes_the_formulas_place(moeut: Workload) -> None:
-    scenario = Scenario(moeut, H200, 8192, RoutingSkew())
-    candidate = LayoutCandidate(1, 8, 4, "none", "alltoall")
-    slow = make_table({("all_to_all", 4): {1e3: 1.0, 1e9: 1.0}})
-    assert predict(replace(scenario, table=slow), candidate).time.exchange >= 18 * 3 * 4 * 1.0
-    elsewhere = make_table({("all_to_all", 2): {1e3: 1.0, 1e9: 1.0}})
-    assert predict(replace(scenario, table=elsewhere), candidate) == predict(scenario, candidate)
-
-
-def test_allgather_scatters_as_often_as_it_gathers(moeut: Workload) -> None:
-    """On Gloo a reduce-scatter takes twice as long as a gather, so it must not be priced as one."""
-    times = {("all_gather", 4): {1e3: 1.0, 1e9: 1.0}, ("reduce_scatter", 4): {1e3: 3.0, 1e9: 3.0}}
-    scenario = Scenario(moeut, H200, 8192, RoutingSkew(), make_table(times))
-    found = predict(scenario, LayoutCandidate(1, 4, 4, "none", "allgather"))
-    calls = [call for call in found.collectives if call.op == "allgather"]
-    assert {call.seconds_per_call for call in calls} == {2.0}
 
 
 def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> None:
