@@ -49,9 +49,7 @@ class StopFlag:
         if said != self._asked:
             with contextlib.suppress(OSError):  # retried at the next look
                 request_stop(
-                    self._run_dir,
-                    now=self._asked == STOP_NOW,
-                    preempt=self._asked == STOP_PREEMPT,
+                    self._run_dir, now=self._asked == STOP_NOW, preempt=self._asked == STOP_PREEMPT
                 )
         return self._asked
 

@@ -27,10 +27,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import (
-    PContext,
-    SubprocessContext,
-)
+from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
 from . import processes
 
@@ -105,12 +102,7 @@ def _become_rank(rank: int, log_dir: Path, *, parent: int) -> None:
 class WarmElasticAgent(LocalElasticAgent):
     """Releases forked ranks instead of starting them; otherwise torch's elastic agent."""
 
-    def __init__(
-        self,
-        *arguments: Any,
-        forked: Sequence[ForkedRank],
-        **named: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, forked: Sequence[ForkedRank], **named: Any) -> None:
         """Takes the arguments of LocalElasticAgent, and the forked ranks in local order."""
         super().__init__(*arguments, **named)
         self._forked = forked

@@ -36,10 +36,7 @@ RANK = "RANK"  # set by torchrun
 
 # Placeholders of marks: present until the mark is written over them.
 TEMPLATE = "MOEBIUS_TEMPLATE"
-_ROOMS = {
-    MARK_GENERATION: TEMPLATE,
-    RANK: "MOEBIUS_ROOM_FOR_RANK",
-}
+_ROOMS = {MARK_GENERATION: TEMPLATE, RANK: "MOEBIUS_ROOM_FOR_RANK"}
 _OWNER = "owner.json"  # in a folder that one process makes and removes
 _DIGITS = 12  # of a mark's value, padded with zeros
 

@@ -98,9 +98,7 @@ class NodeAgent(Node):
         ray.kill(self._me)
 
 
-def _remote(
-    method: Callable[Concatenate[Node, P], R],
-) -> Callable[Concatenate["RemoteNode", P], R]:
+def _remote(method: Callable[Concatenate[Node, P], R]) -> Callable[Concatenate["RemoteNode", P], R]:
     """Returns a method that calls a method of `Node` on the other machine."""
 
     def call(node: "RemoteNode", *arguments: P.args, **named: P.kwargs) -> R:

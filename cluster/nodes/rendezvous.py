@@ -139,10 +139,7 @@ class NodeRendezvous(RendezvousHandler):
                 bind(meeting.address, meeting.port), store_port=store_port, secret=meeting.secret
             )
         return serve_store(
-            bound,
-            timeout_s=meeting.timeout_s,
-            num_clients=meeting.num_nodes,
-            wait_for_clients=True,
+            bound, timeout_s=meeting.timeout_s, num_clients=meeting.num_nodes, wait_for_clients=True
         )
 
     def _join(self) -> TCPStore:

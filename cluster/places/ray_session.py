@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..job import JobError
@@ -46,7 +46,7 @@ def connected(address: str) -> Iterator[Any]:
     import ray
 
     _check_credentials(address)
-    with _environment_kept():
+    with environment_kept(_SET_BY_RAY):
         _connect(ray, address)
         try:
             yield ray
@@ -65,9 +65,7 @@ def _connect(ray: Any, address: str) -> None:
                 logging_level=logging.ERROR,
                 configure_logging=True,
             )
-    except (
-        Exception
-    ) as error:  # Ray raises half a dozen types here; all mean that it cannot connect
+    except Exception as error:  # Ray raises half a dozen types; all mean that it cannot connect
         raise JobError(
             f"cannot connect to the Ray cluster at {address} ({type(error).__name__}: {error}). "
             "Submit from one of its nodes, or give another --address"
@@ -75,12 +73,13 @@ def _connect(ray: Any, address: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
-    before = {name: os.environ[name] for name in _SET_BY_RAY if name in os.environ}
+def environment_kept(names: Sequence[str]) -> Iterator[None]:
+    """Restores environment variables at the end."""
+    before = {name: os.environ[name] for name in names if name in os.environ}
     try:
         yield
     finally:
-        for name in _SET_BY_RAY:
+        for name in names:
             os.environ.pop(name, None)
         os.environ.update(before)
 

@@ -23,7 +23,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from ..job import JobError, python_module
 from ..nodes import processes
 from ..report.tracebacks import read_tail
 from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
-from .ray_session import connected, require_ray
+from .ray_session import connected, environment_kept, require_ray
 
 # Over a minute was seen on two cores with twenty waiting processes; the host tries twice.
 START_TIMEOUT_S, RAY_START_S = 300.0, 120
@@ -49,10 +49,7 @@ class SimulatedCluster:
 
 @contextlib.contextmanager
 def simulated_cluster(
-    num_nodes: int,
-    *,
-    cpus_per_node: int = 2,
-    gpus: Sequence[Sequence[int]] | None = None,
+    num_nodes: int, *, cpus_per_node: int = 2, gpus: Sequence[Sequence[int]] | None = None
 ) -> Iterator[SimulatedCluster]:
     """Starts `num_nodes` simulated nodes and connects to them; ends them on exit.
 
@@ -136,21 +133,11 @@ def ray_variables(directory: Path, token_file: Path) -> Iterator[None]:
         "RAY_raylet_start_wait_time_s": str(RAY_START_S),
     }
     hidden = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
-    before = {name: os.environ.get(name) for name in (*own, *hidden)}
-    _set(own | dict.fromkeys(hidden))
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    """Sets environment variables; None removes one."""
-    for name, value in variables.items():
-        if value is None:
+    with environment_kept((*own, *hidden)):
+        os.environ.update(own)
+        for name in hidden:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        yield
 
 
 def start_host(plan: Plan) -> subprocess.Popen[str]:

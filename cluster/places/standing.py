@@ -136,12 +136,7 @@ def _start(plan: Plan) -> StandingCluster:
     token_file = write_token(directory, secrets.token_hex(32))
     with ray_variables(directory, token_file):
         host = start_host(plan)
-    try:
-        address = await_address(host, directory)
-    except BaseException:
-        processes.end([*processes.descendants(host.pid), host.pid])
-        host.wait()
-        raise
+    address = await_address(host, directory)
     assert host.stdout is not None
     host.stdout.close()
     processes.write_owner(directory, host.pid)

@@ -100,12 +100,9 @@ def _restarts(status: JobStatus, history: History) -> str:
 
 def describe_start(start: Start) -> str:
     """Describes where a generation resumed the run."""
-    where = (
-        "from the beginning"
-        if start.resumed_from is None
-        else f"from the checkpoint of step {start.resumed_from}"
-    )
-    return f"generation {start.generation} continued {where}"
+    step = start.resumed_from
+    where = "the beginning" if step is None else f"the checkpoint of step {step}"
+    return f"generation {start.generation} continued from {where}"
 
 
 def _explain(status: JobStatus, *, told: str) -> list[Any]:

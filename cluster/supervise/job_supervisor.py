@@ -156,10 +156,7 @@ class JobSupervisor:
             taken_over = ()
             self.has_worked |= outcome.step is not None
             if not self.wait_before_restart():
-                self.log(
-                    self._stopped(),
-                    "stopped between two generations",
-                )
+                self.log(self._stopped(), "stopped between two generations")
                 return
 
     def _next_outcome(self, taken_over: Sequence[NodeHandle]) -> Outcome | None:

@@ -69,11 +69,7 @@ class NetworkWatch:
             outcome, cause=replace(cause, summary=summary, error=None, infrastructure=True)
         )
 
-    def wait(
-        self,
-        nodes: Sequence[NodeHandle],
-        while_waiting: Callable[[str], None],
-    ) -> None:
+    def wait(self, nodes: Sequence[NodeHandle], while_waiting: Callable[[str], None]) -> None:
         """Waits until the network of a failed generation works between the next one's nodes.
 
         Args:

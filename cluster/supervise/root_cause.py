@@ -78,11 +78,7 @@ def left_early_cause(ranks: Sequence[int], *, generation: int, ranks_per_node: i
     """Returns the cause for ranks that exited with code 0 before the run was finished."""
     rank = min(ranks)
     node = rank // ranks_per_node
-    who = (
-        f"rank {rank}"
-        if len(ranks) == 1
-        else f"ranks {', '.join(str(rank) for rank in sorted(ranks))}"
-    )
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
     return RootCause(
         summary=f"{who} exited with code 0 before the run was finished",
         rank=rank,

@@ -54,9 +54,7 @@ def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
     found = []
     for rank, each in sorted(asked.items()):
         stacks, positions = each.stacks(), each.positions()
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk must not replace the cause that it is about
+        with contextlib.suppress(OSError):  # a full disk must not hide the cause
             into.mkdir(parents=True, exist_ok=True)
             text = _describe(rank, each, stacks, positions)
             (into / f"rank{rank}.txt").write_text(text, encoding="utf-8")

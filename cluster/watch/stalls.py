@@ -51,10 +51,7 @@ def limit_of(state: RankState, limits: Mapping[str, float | None]) -> float | No
 
 
 def is_stalled(
-    states: Iterable[RankState],
-    limits: Mapping[str, float | None],
-    *,
-    forgive_starved: bool = True,
+    states: Iterable[RankState], limits: Mapping[str, float | None], *, forgive_starved: bool = True
 ) -> bool:
     """Returns whether every rank is over its limit, not counting time without a CPU.
 
