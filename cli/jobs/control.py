@@ -194,5 +194,5 @@ def _stop(options: argparse.Namespace) -> int:
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
 
-    Console().print(closing_words(status))
+    Console().print(closing_words(status), crop=False)
     return 0

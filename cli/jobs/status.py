@@ -89,7 +89,7 @@ def _print_record(report: "RunReport") -> None:
 def _print_report(report: "RunReport", console: "Console") -> None:
     from ...cluster.report.summary import closing_words
 
-    console.print(closing_words(report.status, story=report.story()))
+    console.print(closing_words(report.status, story=report.story()), crop=False)
 
 
 def _list_runs(options: argparse.Namespace) -> int:

@@ -38,13 +38,13 @@ STATE_STYLES = {
 def show_end(status: JobStatus, console: Console) -> None:
     """Prints how a job ended, and draws its curves into the run folder."""
     picture = draw_summary(status.run_dir) if status.step is not None else None
-    console.print(closing_words(status, picture=picture))
+    console.print(closing_words(status, picture=picture), crop=False)
 
 
 def closing_words(
     status: JobStatus, *, picture: Path | None = None, story: str | None = None
 ) -> Group:
-    """Returns the closing lines of a job: its result, or the root cause.
+    """Returns the closing lines of a job, to print without `crop`: its result, or the root cause.
 
     Args:
         picture: the file with the drawn curves.
@@ -52,7 +52,9 @@ def closing_words(
     """
     history = read_history(status.run_dir)
     words = f"  {status.reason}" if story is None else story.removeprefix(status.state.value)
-    title = Text.assemble((status.state.value, STATE_STYLES.get(status.state, "bold")), words)
+    style = STATE_STYLES.get(status.state, "bold")
+    # the terminal wraps it, so that a path in it can be copied
+    title = Text.assemble((status.state.value, style), words, no_wrap=True, overflow="ignore")
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(status, history, picture):
         table.add_row(Text(name, style="dim"), Text(value))  # causes hold [brackets]

@@ -72,7 +72,7 @@ def test_picture_of_runs_of_many_shapes(tmp_path, shape):
 
 def words(status: JobStatus, **values) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(closing_words(status, **values))
+    console.print(closing_words(status, **values), crop=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -151,7 +151,7 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
     )
     screen = io.StringIO()
     console = Console(file=screen, width=400)
-    console.print(closing_words(status, picture=picture))
+    console.print(closing_words(status, picture=picture), crop=False)
     said = screen.getvalue()
     shown = ["reason", "summary"]
     shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []
