@@ -133,10 +133,7 @@ def fast_encoder(text_json: str) -> FastEncoder:
     Raises:
         UnsuitableError: the ids differ, or their equality cannot be shown.
     """
-    library = tokenizers.Tokenizer.from_str(text_json)
-    library.encode_special_tokens = True
-    library.no_truncation()
-    library.no_padding()
+    library = plain_library(text_json)
     described = json.loads(library.to_str())
     pattern = _pattern(described)
     vocab, merges = _bytes_of(described["model"])
@@ -145,6 +142,19 @@ def fast_encoder(text_json: str) -> FastEncoder:
     encoder.searched = [one["content"] for one in described["added_tokens"] if not one["special"]]
     _check_sample(library, encoder, vocab)
     return encoder
+
+
+def plain_library(text_json: str) -> tokenizers.Tokenizer:
+    """Loads a tokenizer.json without what would change a text's ids or cut them."""
+    library = tokenizers.Tokenizer.from_str(text_json)
+    # otherwise a text that contains "<|end_of_document|>" could end a document
+    library.encode_special_tokens = True
+    # the file may truncate texts, for example to 512 tokens
+    library.no_truncation()
+    library.no_padding()
+    if isinstance(library.model, tokenizers.models.BPE):
+        library.model.dropout = None  # which skips merges at random
+    return library
 
 
 def _pattern(described: dict[str, Any]) -> str:
@@ -198,7 +208,7 @@ def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes
     """Returns the vocabulary and the ordered merges of a BPE model as bytes."""
     if model.get("type") != "BPE":
         raise UnsuitableError(f"it is not BPE but {model.get('type')}")
-    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    options = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     used = [name for name in (*options, "byte_fallback") if model.get(name)]
     if used:
         raise UnsuitableError(f"its {' and '.join(used)} has no equal in tiktoken")

@@ -21,7 +21,7 @@ import tokenizers
 from ...own_parts import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
-from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder
+from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder, plain_library
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, Tokenizer
 
 MAX_PIECE_CHARS = 2**16
@@ -47,11 +47,6 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         self._json = text_json
         self._library = _parsed(text_json)
-        # otherwise a text that contains "<|end_of_document|>" could end a document
-        self._library.encode_special_tokens = True
-        # the file may truncate texts, for example to 512 tokens
-        self._library.no_truncation()
-        self._library.no_padding()
         described = json.loads(self._library.to_str())
         self._boundaries = boundaries_of(described)
         self.end_of_document = end_of_document
@@ -133,7 +128,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def _parsed(text_json: str) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(text_json)
+        return plain_library(text_json)
     except Exception as error:  # the Rust library raises plain Exceptions
         raise ValueError(f"the `tokenizers` library cannot load it: {error}") from error
 

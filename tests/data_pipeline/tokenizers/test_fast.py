@@ -183,7 +183,6 @@ def test_other_known_ways_of_splitting(text_json):
         (_library(_split(fast._DEEPSEEK3, "removed")), "in a way that has no equal"),
         (_library(_split(fast._DEEPSEEK3.partition("\n")[2])), "in a way that has no equal"),
         (_library(byte_fallback=True), "its byte_fallback has no equal"),
-        (_library(dropout=0.5), "its dropout has no equal"),
         (_library(unk_token="a"), "its unk_token has no equal"),
         (_library(ignore_merges=True, more=["abab"]), "tokens that no merge makes, such as 'abab'"),
         (
@@ -199,6 +198,14 @@ def test_other_known_ways_of_splitting(text_json):
 def test_what_could_give_other_ids_is_refused(text_json, reason):
     with pytest.raises(UnsuitableError, match=reason):
         fast_encoder(text_json)
+
+
+@pytest.mark.parametrize("changes", [{}, {"unk_token": "a"}], ids=["fast", "library"])
+def test_dropout_is_off(changes):
+    text = "abab ab aba " * 50
+    (expected,) = HuggingFaceTokenizer(_library(**changes)).encode_batch([text])
+    found = HuggingFaceTokenizer(_library(dropout=0.5, **changes))
+    assert found.encode_batch([text])[0].tolist() == expected.tolist()
 
 
 @cache
