@@ -25,6 +25,7 @@ from moebius.evaluation.zero_shot import chosen_tasks
 from moebius.export.hf.model_folder import check_promises
 from moebius.own_parts import FOLDER, OwnPartError
 from moebius.train import __main__ as program
+from moebius.train import optim
 from moebius.train.config.errors import EXIT_MISTAKE
 from moebius.train.config.reference import commented
 from moebius.train.config.run_config import Config, ConfigError
@@ -288,6 +289,25 @@ def test_an_own_optimizers_groups_rates_and_state_are_its_own(
     meta = read_meta(find_checkpoint(tmp_path / "whole", None)).meta
     assert [group["calls"] for group in meta["groups"]] == [4, 4]
     assert meta["groups"][1]["distance"] > 1e-3
+
+
+@pytest.mark.parametrize("changes", ["betas", "mode"])
+def test_an_optimizer_that_changes_more_than_numbers_of_a_group_is_refused(
+    changes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    group = {"params": model.parameters(), "betas": [0.9], "mode": "slow", "calls": 0}
+    own = torch.optim.SGD([group], lr=0.1)
+    monkeypatch.setitem(optim.OPTIMIZER.known, "adamw", lambda named, config: own)
+    assert optim.optimizer_of(optim.OptimConfig(), model) is own
+    own.param_groups[0]["calls"] = 1
+    assert optim.changed_numbers(own) == [{"calls": 1}]
+    if changes == "betas":
+        own.param_groups[0]["betas"].append(0.5)
+    else:
+        own.param_groups[0]["mode"] = "fast"
+    with pytest.raises(OwnPartError, match=f"SGD changes '{changes}' of a group, a (list|str)"):
+        optim.changed_numbers(own)
 
 
 def test_a_run_whose_first_updates_were_skipped_resumes(

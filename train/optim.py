@@ -6,6 +6,7 @@ attributes, because importing its class takes 0.3 s, a third of what torch takes
 
 import math
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Annotated, Any
 
 import torch
@@ -158,6 +159,7 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
         )
     for group in optimizer.param_groups:
         group["initial"] = _numbers(group)
+        group["constant"] = deepcopy(_others(group))
     return optimizer
 
 
@@ -170,7 +172,12 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float, *, peak: float) -> 
 
 
 def changed_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Returns the numbers of every group, except its rate, that differ from those at the start."""
+    """Returns the numbers of every group, except its rate, that differ from those at the start.
+
+    Raises:
+        OwnPartError: something else differs, which a checkpoint cannot hold.
+    """
+    check_constants(optimizer)
     return [
         {
             name: value
@@ -181,8 +188,31 @@ def changed_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     ]
 
 
+def check_constants(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that what is no number in an optimizer's groups is as it was built.
+
+    Raises:
+        OwnPartError: it differs.
+    """
+    for group in optimizer.param_groups:
+        now, before = _others(group), group.get("constant")
+        if before is not None and now != before:
+            changed = next(name for name in now | before if now.get(name) != before.get(name))
+            raise OwnPartError(
+                f"optim.kind: {type(optimizer).__name__} changes {changed!r} of a group, a "
+                f"{type(now.get(changed)).__name__}, and checkpoints hold only numbers there"
+            )
+
+
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in group.items() if isinstance(value, int | float)}
+
+
+def _others(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the plain values of a group that are no numbers."""
+    ours = ("params", "initial", "constant")
+    plain = str | list | tuple | dict | set
+    return {key: one for key, one in group.items() if key not in ours and isinstance(one, plain)}
 
 
 def make_optimizer(

@@ -5,7 +5,9 @@ and the sequence's number in the step's batch.
 """
 
 import hashlib
+from copy import deepcopy
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from ..distributed.sharding import free_gathered
 from ..model.execution.draws import Draws
 from ..model.transformer import Transformer
 from ..own_parts import OwnPartError
+from .optim import check_constants
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def allocate_moments(model: Transformer, optimizer: torch.optim.Optimizer, updat
     Raises:
         OwnPartError: the optimizer keeps something that a checkpoint cannot hold.
     """
-    groups = [dict(group) for group in optimizer.param_groups]
+    groups = [_copied(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in model.parameters():
@@ -70,6 +73,7 @@ def check_state(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         OwnPartError: it keeps something other than tensors of a parameter's shape, and numbers in
             its groups.
     """
+    check_constants(optimizer)
     kind, state = f"optim.kind: {type(optimizer).__name__}", optimizer.state
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -94,6 +98,12 @@ def check_state(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
                     "checkpoints hold tensors of a parameter's own shape, the number of steps as "
                     "'step', and numbers in groups"
                 )
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies a group's settings, lists in them too, and keeps its parameters."""
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return {"params": group["params"]} | deepcopy(settings)
 
 
 def restore_numbers(optimizer: torch.optim.Optimizer, saved: list[dict[str, float]]) -> None:

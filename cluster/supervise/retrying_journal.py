@@ -109,9 +109,9 @@ class RetryingJournal(Journal):
 def announce(run_dir: Path, generation: int) -> str:
     """Announces a generation and removes what an earlier one left; returns "" or why it failed."""
     try:
-        write_atomically(run_dir / GENERATION, str(generation))
         for left in (RESULT, PAUSE):
             (run_dir / left).unlink(missing_ok=True)
+        write_atomically(run_dir / GENERATION, str(generation))
     except OSError as error:
         return waiting_to_write(run_dir, error)
     return ""
@@ -119,4 +119,6 @@ def announce(run_dir: Path, generation: int) -> str:
 
 def waiting_to_write(run_dir: Path, error: OSError) -> str:
     """Describes a job that waits for its run folder to become writable."""
+    if isinstance(error, IsADirectoryError):
+        return f"waiting until you remove the folder {error.filename2 or error.filename}: it is a file's"
     return f"waiting until {run_dir} can be written ({error.strerror})"
