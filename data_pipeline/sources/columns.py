@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from ..atomic import atomic_write
 from ..errors import InputError
 from ..retries import is_of_connection
+from .compression import check_head
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
 from .records import NOT_UTF8, ORIGIN_FIELD, RecordRules, document_of, shown
@@ -120,7 +121,10 @@ def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 def _values(column: pa.Array) -> list[Any]:
     try:
-        return column.to_pylist()
+        values = column.to_pylist()
+        if pa.types.is_fixed_size_binary(column.type):  # padded with nulls, by NumPy for example
+            return [value and value.rstrip(b"\0") for value in values]
+        return values
     except UnicodeDecodeError:
         return _as_bytes(column).to_pylist()
 
@@ -152,8 +156,6 @@ def _document(
                     f"{error.start}, {error.reason}): repair the file, or drop such documents with "
                     "prepare.encoding_faults=drop"
                 ) from error
-        elif value is None and name != rules.fields.id_field:
-            record[name] = ""
     return document_of(record, row, rules, where=where, file_name=file_name)
 
 
@@ -227,6 +229,8 @@ def _columnar_errors(url: str, name: str) -> Iterator[None]:
         is_of_arrow = type(error) is OSError and error.errno is None  # else of the file system
         if is_of_connection(error) and not is_of_arrow:
             raise
+        with opened(url) as file:
+            check_head(url, file.read(64))
         raise InputError(
             f"{url} is not a readable {name} file ({type(error).__name__}: {error!s:.300}): check "
             "that it is whole"

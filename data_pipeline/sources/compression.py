@@ -6,6 +6,7 @@ libraries' own readers hide.
 """
 
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,6 +57,16 @@ _CODECS = {
 PACKED = tuple(_CODECS)
 """The suffixes of compressed files."""
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+# what begins every file of a kind, and cannot begin text
+_MAGIC = {
+    ("gzip", ".gz"): rb"\x1f\x8b\x08",
+    ("zstd", ".zst"): rb"\x28\xb5\x2f\xfd",
+    ("bzip2", ".bz2"): rb"BZh[1-9]1AY&SY",
+    ("xz", ".xz"): rb"\xfd7zXZ\0",
+    ("zip", ""): rb"PK\x03\x04",
+}
+
 _WRONG_NAME = "its name is wrong, or it is damaged: look at it with `file`"
 # what the libraries' errors mean, by words in them
 _MEANINGS = {
@@ -76,6 +87,24 @@ _MEANINGS = {
 def is_compressed(name: str) -> bool:
     """Returns whether the name of a file or of a format has a compression suffix."""
     return name.lower().endswith(PACKED)
+
+
+def check_head(url: str, head: bytes, *, expected: str = "", is_unpacked: bool = False) -> None:
+    """Checks that a file's first bytes are not of a Git LFS pointer, or of other packed data.
+
+    Raises:
+        InputError: they are; `expected` names the compression that is no error.
+    """
+    if head.startswith(_LFS_POINTER):
+        raise InputError(
+            f"{url} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
+        )
+    for (name, suffix), magic in _MAGIC.items():
+        if name != expected and re.match(magic, head):
+            plain = url.removesuffix(next(filter(url.lower().endswith, PACKED), ""))
+            named = f"name it {plain}{suffix} (or decompress it)"
+            remedy = named if suffix and not is_unpacked else "decompress it first"
+            raise InputError(f"{url} holds {name} data{' inside' * is_unpacked}: {remedy}")
 
 
 def text_bytes(size: int) -> int:
@@ -109,6 +138,8 @@ def unpacked_chunks(file: IO[bytes], url: str, kind: str = "") -> Iterator[bytes
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
+                if is_first:
+                    check_head(url, piece, expected=codec.name)
                 meanings = (text for words, text in _MEANINGS.items() if words in str(error))
                 advice = next(meanings, "it is damaged; fetch it again")
                 raise InputError(f"{url} is not valid {codec.name} ({error}): {advice}") from error

@@ -16,7 +16,7 @@ import fsspec
 from ..errors import InputError
 from ..prepare_config import OWN_TEXTS
 from ..retries import explain, is_of_connection, is_passing, patiently
-from .compression import is_compressed
+from .compression import check_head, is_compressed
 from .remote import RemoteFile
 
 # files beside the data of a data set, by the beginning of their names; none of its text
@@ -87,7 +87,9 @@ def content_of(url: str) -> bytes | None:
     if not is_there:
         return None
     with opened(url) as file:
-        return file.read()
+        content = file.read()
+    check_head(url, content)
+    return content
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError
-from .compression import chunks, is_compressed, text_bytes, unpacked_chunks
+from .compression import CHUNK_BYTES, check_head, chunks, is_compressed, text_bytes, unpacked_chunks
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
 from .records import NOT_JSON, NOT_UTF8, SHOWN_CHARS, RecordRules, document_of, shown
@@ -14,6 +15,9 @@ from .records import NOT_JSON, NOT_UTF8, SHOWN_CHARS, RecordRules, document_of, 
 MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
 """Longer lines are an error, because a few kB of .zst could otherwise take all memory. The limit
 exceeds that of documents, because JSON escapes lengthen text."""
+
+
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Line(NamedTuple):
@@ -57,7 +61,9 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
     """Yields lines with their newline, in time linear in their length."""
     pending: list[bytes] = []
     size = 0
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
+        if number == split.start == 0:
+            _check_text(split, piece)
         pending.append(piece)
         size += len(piece)
         if b"\n" in piece:
@@ -69,6 +75,41 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
             raise _too_long(split)
     if rest := b"".join(pending):
         yield rest
+
+
+def _check_text(split: InputSplit, head: bytes) -> None:
+    """Checks by the first bytes of a file, unpacked if it is compressed, that they are of lines.
+
+    Raises:
+        InputError: they are of something else; the message says how to make text of it.
+    """
+    url = split.url
+    check_head(url, head, is_unpacked=is_compressed(split.kind))
+    if wide := _wide_encoding(head[:4096]):
+        raise InputError(
+            f"{url}: not UTF-8 but {wide}. Convert the file first: iconv -f {wide} -t UTF-8 OLD > NEW"
+        )
+    if b"\n" not in head and b"\r" in head.rstrip(b"\r"):
+        raise InputError(
+            f"{url}: its lines end with a carriage return alone. Convert the file first: "
+            "tr '\\r' '\\n' < OLD > NEW"
+        )
+
+
+def _wide_encoding(head: bytes) -> str:
+    """Returns UTF-32, or UTF-16 without a byte order mark, by the places of its null bytes."""
+    num_nulls = head.count(0)
+    if num_nulls < min(16, len(head) / 4) or num_nulls == len(head) or not head:
+        return ""
+    for name in ("UTF-32LE", "UTF-32BE"):
+        with suppress(UnicodeDecodeError):
+            head[: len(head) // 4 * 4].decode(name)
+            return name
+    even = head[::2].count(0)
+    odd = num_nulls - even
+    if head.startswith(_UTF16_MARKS) or max(even, odd) < 8 * min(even, odd):
+        return ""
+    return "UTF-16LE" if odd > even else "UTF-16BE"
 
 
 def _too_long(split: InputSplit) -> InputError:
@@ -107,7 +148,10 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
     except UnicodeDecodeError as error:
         if drop_faults:
             return shown(line.data), NOT_UTF8
-        is_utf16 = line.offset == 0 and line.data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        if split.start:
+            with opened(split.url) as file:  # this split may be the first to be read
+                _check_text(split, file.read(CHUNK_BYTES))
+        is_utf16 = line.offset == 0 and line.data.startswith(_UTF16_MARKS)
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
             f"{error.reason}). Convert the file first, for example: iconv -f "

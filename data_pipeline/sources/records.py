@@ -134,6 +134,8 @@ def _is_unicode(text: str) -> bool:
 
 def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: object) -> str:
     value = _value(record, name, rules, where)
+    if value is None:  # a missing value is an empty document
+        return ""
     if not isinstance(value, str):
         raise InputError(
             f"{where}: field {name!r} holds a {type(value).__name__}, not text; "

@@ -231,7 +231,6 @@ def _twice(name: str) -> bytes:
             r"byte 14, line 2: no field 'text'; its fields are 'txt'.*text_field",
         ),
         ("a.jsonl", b"{}", r"line 1: no field 'text'; its fields are none"),
-        ("a.jsonl", b'{"text": null}', r"line 1: field 'text' holds a NoneType, not text"),
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"byte 14, line 2: not valid JSON"),
         ("a.jsonl", b"[1]", r"line 1: a JSON list; each line must be one JSON object"),
         ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst is not valid zstd"),
@@ -273,6 +272,85 @@ def test_bad_content_is_named_with_its_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
         _read(tmp_path / name, split_bytes=100)
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n"
+_KINDS = ["txt", "jsonl", "jsonl.gz", "txt.zst", "txt.bz2", "txt.xz", "parquet", "arrow"]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_git_lfs_pointer_is_no_text(tmp_path, kind):
+    (tmp_path / f"a.{kind}").write_bytes(_POINTER)
+    with pytest.raises(InputError, match=rf"a.{kind} is a Git LFS pointer.*`git lfs pull`"):
+        _read(tmp_path / f"a.{kind}")
+
+
+@pytest.mark.parametrize(
+    ("compress", "name", "suffix"),
+    [
+        (gzip.compress, "gzip", ".gz"),
+        (zstandard.compress, "zstd", ".zst"),
+        (bz2.compress, "bzip2", ".bz2"),
+        (lzma.compress, "xz", ".xz"),
+    ],
+)
+def test_compressed_data_under_another_name_says_its_kind(tmp_path, compress, name, suffix):
+    packed = compress(_lines(TEXTS))
+    for kind in ("txt", "jsonl", "json", "parquet", "arrow"):
+        (tmp_path / f"a.{kind}").write_bytes(packed)
+        with pytest.raises(InputError, match=rf"holds {name} data: name it \S+a.{kind}{suffix} "):
+            _read(tmp_path / f"a.{kind}", split_bytes=50, encoding_faults="drop")
+    other = ".gz" if suffix == ".xz" else ".xz"
+    (tmp_path / f"b.jsonl{other}").write_bytes(packed)
+    with pytest.raises(InputError, match=rf"b.jsonl{other} holds {name}.*name it \S+l{suffix} "):
+        _read(tmp_path / f"b.jsonl{other}")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(packed))
+    with pytest.raises(InputError, match=rf"b.jsonl.gz holds {name} data inside: decompress it"):
+        _read(tmp_path / "b.jsonl.gz")
+
+
+def test_a_later_split_of_a_misnamed_file_says_its_kind_too(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(gzip.compress(os.urandom(3000)))
+    splits = plan_splits(config := PrepareConfig(input=(str(path),), split_bytes=1000))
+    with pytest.raises(InputError, match="holds gzip data"):
+        list(read_documents(splits[1], config.all_sources[0]))
+
+
+@pytest.mark.parametrize("text", ["a plain text\n", "Это русский текст, да\n" * 20])
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
+def test_wide_text_without_a_byte_order_mark_is_named(tmp_path, text, encoding):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        with pytest.raises(InputError, match=f"iconv -f {encoding} -t UTF-8 OLD > NEW"):
+            _read(tmp_path / name, encoding_faults="drop")
+
+
+def test_a_few_nulls_are_text(tmp_path):
+    text = "one\0two, three\0\0\0 and four words\n" * 30
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert _read(tmp_path / "a.txt")[0] == [text]
+
+
+def test_lines_that_end_with_carriage_returns_alone_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\rtwo\r")
+    with pytest.raises(InputError, match=r"carriage return alone.*: tr '\\r' '\\n' < OLD > NEW"):
+        _read(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_bytes(b"one\r\ntwo\r")
+    assert _read(tmp_path / "b.txt")[0] == ["one\r\ntwo\r"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_a_missing_value_is_an_empty_document(tmp_path, name):
+    _write(tmp_path / name, ["a", None, "b"])
+    assert _read(tmp_path / name)[0] == ["a", "", "b"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_the_padding_of_fixed_size_text_is_no_text(tmp_path, name):
+    padded = pa.array([b"ab\0\0", None, b"abcd"], pa.binary(4))
+    _write(tmp_path / name, padded if name == "a.parquet" else padded.dictionary_encode())
+    assert _read(tmp_path / name)[0] == ["ab", "", "abcd"]
 
 
 def test_nothing_there(tmp_path):
