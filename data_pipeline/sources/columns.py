@@ -189,11 +189,12 @@ def _columns(url: str, schema: pa.Schema, rules: RecordRules) -> list[str]:
 
 def _check_column(url: str, schema: pa.Schema, name: str, rules: RecordRules) -> None:
     texts = [field.name for field in schema if _held(field.type) in _TEXTS]
+    nested = [field.name for field in schema if pa.types.is_nested(_held(field.type))]
     if (same := schema.names.count(name)) > 1:
         raise InputError(f"{url}: {same} columns are called {name!r}: give them different names")
     if name not in schema.names:
         raise InputError(
-            f"{url}: no column {name!r}; {rules.advice(name, schema.names, texts, 'columns')}"
+            f"{url}: no column {name!r}; {rules.advice(name, schema.names, texts, nested, 'columns')}"
         )
     held, is_id = _held(schema.field(name).type), rules.setting_of(name) == "id_field"
     if held in _TEXTS or pa.types.is_fixed_size_binary(held) or pa.types.is_null(held):
@@ -203,7 +204,7 @@ def _check_column(url: str, schema: pa.Schema, name: str, rules: RecordRules) ->
     wanted = "text or whole numbers" if is_id else "text"
     raise InputError(
         f"{url}: column {name!r} holds {held!s:.200}, not {wanted}; "
-        f"{rules.advice(name, schema.names, texts, 'columns')}"
+        f"{rules.advice(name, schema.names, texts, nested, 'columns')}"
     )
 
 

@@ -34,38 +34,31 @@ class _Codec:
 
     name: str
     part: str  # a file is a sequence of these
+    magic: bytes  # matches the beginning of a file, but of no text
     piece_bytes: int  # input per step: it expands to at most 32 MiB (gzip) or 64 MiB (zstd)
     start: Callable[[], Any]
 
 
 _ZSTD = _Codec(
-    *("zstd", "frame", 2**11),
+    *("zstd", "frame", rb"\x28\xb5\x2f\xfd", 2**11),
     lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj(),
 )
 _CODECS = {
-    ".gz": _Codec("gzip", "member", 2**15, lambda: zlib.decompressobj(wbits=31)),
+    ".gz": _Codec("gzip", "member", rb"\x1f\x8b\x08", 2**15, lambda: zlib.decompressobj(wbits=31)),
     ".zst": _ZSTD,
     ".zstd": _ZSTD,
     # imported on use, since a Python may lack them
-    ".bz2": _Codec("bzip2", "stream", 2**10, lambda: import_module("bz2").BZ2Decompressor()),
+    ".bz2": _Codec(
+        "bzip2", "stream", rb"BZh[1-9]1AY&SY", 2**10, lambda: import_module("bz2").BZ2Decompressor()
+    ),
     ".xz": _Codec(
-        *("xz", "stream", 2**12),
+        *("xz", "stream", rb"\xfd7zXZ\0", 2**12),
         # 1 is FORMAT_XZ: the default also takes zeros for a file
         lambda: import_module("lzma").LZMADecompressor(format=1, memlimit=_MAX_WINDOW_BYTES),
     ),
 }
 PACKED = tuple(_CODECS)
 """The suffixes of compressed files."""
-
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-# what begins every file of a kind, and cannot begin text
-_MAGIC = {
-    ("gzip", ".gz"): rb"\x1f\x8b\x08",
-    ("zstd", ".zst"): rb"\x28\xb5\x2f\xfd",
-    ("bzip2", ".bz2"): rb"BZh[1-9]1AY&SY",
-    ("xz", ".xz"): rb"\xfd7zXZ\0",
-    ("zip", ""): rb"PK\x03\x04",
-}
 
 _WRONG_NAME = "its name is wrong, or it is damaged: look at it with `file`"
 # what the libraries' errors mean, by words in them
@@ -90,21 +83,16 @@ def is_compressed(name: str) -> bool:
 
 
 def check_head(url: str, head: bytes, *, expected: str = "", is_unpacked: bool = False) -> None:
-    """Checks that a file's first bytes are not of a Git LFS pointer, or of other packed data.
-
-    Raises:
-        InputError: they are; `expected` names the compression that is no error.
-    """
-    if head.startswith(_LFS_POINTER):
+    """Raises an InputError if a file begins as a Git LFS pointer, or as unexpected packed data."""
+    if head.startswith(b"version https://git-lfs.github.com/spec/v1"):
         raise InputError(
             f"{url} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
         )
-    for (name, suffix), magic in _MAGIC.items():
-        if name != expected and re.match(magic, head):
+    for suffix, codec in _CODECS.items():
+        if codec.name != expected and re.match(codec.magic, head):
             plain = url.removesuffix(next(filter(url.lower().endswith, PACKED), ""))
-            named = f"name it {plain}{suffix} (or decompress it)"
-            remedy = named if suffix and not is_unpacked else "decompress it first"
-            raise InputError(f"{url} holds {name} data{' inside' * is_unpacked}: {remedy}")
+            remedy = "unpack it" if is_unpacked else f"name it {plain}{suffix} (or decompress it)"
+            raise InputError(f"{url} holds {codec.name} data{' inside' * is_unpacked}: {remedy}")
 
 
 def text_bytes(size: int) -> int:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..data_config import MAX_DOCUMENT_BYTES
@@ -17,7 +16,9 @@ MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
 exceeds that of documents, because JSON escapes lengthen text."""
 
 
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+# which of four bytes are null in much of a text
+_WIDE = {"0101": "UTF-16LE", "1010": "UTF-16BE", "0111": "UTF-32LE", "1110": "UTF-32BE"}
+_WIDE |= {"0011": "UTF-32LE", "1100": "UTF-32BE"}  # without ASCII
 
 
 class Line(NamedTuple):
@@ -78,38 +79,17 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
 
 
 def _check_text(split: InputSplit, head: bytes) -> None:
-    """Checks by the first bytes of a file, unpacked if it is compressed, that they are of lines.
-
-    Raises:
-        InputError: they are of something else; the message says how to make text of it.
-    """
-    url = split.url
-    check_head(url, head, is_unpacked=is_compressed(split.kind))
-    if wide := _wide_encoding(head[:4096]):
-        raise InputError(
-            f"{url}: not UTF-8 but {wide}. Convert the file first: iconv -f {wide} -t UTF-8 OLD > NEW"
-        )
-    if b"\n" not in head and b"\r" in head.rstrip(b"\r"):
-        raise InputError(
-            f"{url}: its lines end with a carriage return alone. Convert the file first: "
-            "tr '\\r' '\\n' < OLD > NEW"
-        )
-
-
-def _wide_encoding(head: bytes) -> str:
-    """Returns UTF-32, or UTF-16 without a byte order mark, by the places of its null bytes."""
-    num_nulls = head.count(0)
-    if num_nulls < min(16, len(head) / 4) or num_nulls == len(head) or not head:
-        return ""
-    for name in ("UTF-32LE", "UTF-32BE"):
-        with suppress(UnicodeDecodeError):
-            head[: len(head) // 4 * 4].decode(name)
-            return name
-    even = head[::2].count(0)
-    odd = num_nulls - even
-    if head.startswith(_UTF16_MARKS) or max(even, odd) < 8 * min(even, odd):
-        return ""
-    return "UTF-16LE" if odd > even else "UTF-16BE"
+    """Raises an InputError with the remedy if a file's first bytes, unpacked, are not of lines."""
+    check_head(split.url, head, is_unpacked=is_compressed(split.kind))
+    is_null = [64 * head[place:4096:4].count(0) > len(head[place:4096:4]) for place in range(4)]
+    wide = _WIDE.get("".join("01"[one] for one in is_null), "")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and "32" not in wide:
+        wide = "UTF-16"
+    is_one_line = b"\n" not in head and b"\r" in head.rstrip(b"\r")
+    if wide or is_one_line:
+        found = f"not UTF-8 but {wide}" if wide else "its lines end with a carriage return alone"
+        program = f"iconv -f {wide} -t UTF-8" if wide else "tr '\\r' '\\n' <"
+        raise InputError(f"{split.url}: {found}. Convert the file first: {program} OLD > NEW")
 
 
 def _too_long(split: InputSplit) -> InputError:
@@ -151,12 +131,10 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
         if split.start:
             with opened(split.url) as file:  # this split may be the first to be read
                 _check_text(split, file.read(CHUNK_BYTES))
-        is_utf16 = line.offset == 0 and line.data.startswith(_UTF16_MARKS)
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
-            f"{error.reason}). Convert the file first, for example: iconv -f "
-            f"{'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 OLD > NEW; or drop such documents with "
-            "prepare.encoding_faults=drop"
+            f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW; "
+            "or drop such documents with prepare.encoding_faults=drop"
         ) from error
     return text.removeprefix("\ufeff"), ""  # a byte order mark, also of files that were joined
 

@@ -57,11 +57,16 @@ class RecordRules:
         return settings[name]
 
     def advice(
-        self, name: str, there: Collection[str], texts: Sequence[str], noun: str = "fields"
+        self,
+        name: str,
+        there: Collection[str],
+        texts: Sequence[str],
+        nested: Collection[str],
+        noun: str = "fields",
     ) -> str:
         """Returns the fields that there are, and the whole key to type in place of `name`.
 
-        `texts` are those that hold text, the likeliest first.
+        `texts` are those that hold text, the likeliest first; `nested` are lists and objects.
         """
         setting = self.setting_of(name)
         usual = [*(one for one in _USUAL_NAMES if one in texts), *texts]
@@ -69,7 +74,13 @@ class RecordRules:
         typed = shlex.quote(f"prepare.{setting}={meant}")
         if self.fields.name != DEFAULT_SOURCE:
             typed = f'{setting} = "{meant}" in the source {self.fields.name!r} of prepare.sources'
-        return f"its {noun} are {some_of(map(repr, there), near=repr(name))}; write {typed}"
+        typed = f"write {typed}"
+        if nested and setting != "id_field":
+            inside = "prepare.input=python:MODULE:FUNCTION reads text inside of "
+            inside += f"{some_of(map(repr, nested))} with a function of yours (docs/data.md)"
+            is_there = texts and (name.partition(".")[0] not in nested or usual[0] in _USUAL_NAMES)
+            typed = f"{typed}, or {inside}" if is_there else inside
+        return f"its {noun} are {some_of(map(repr, there), near=repr(name))}; {typed}"
 
 
 def document_of(
@@ -169,4 +180,5 @@ def _value(record: Mapping[str, object], name: str, rules: RecordRules, where: o
 
 def _advice(record: Mapping[str, object], name: str, rules: RecordRules) -> str:
     sizes = {key: len(value) for key, value in record.items() if isinstance(value, str)}
-    return rules.advice(name, record, sorted(sizes, key=sizes.__getitem__, reverse=True))
+    nested = [key for key, value in record.items() if isinstance(value, list | dict)]
+    return rules.advice(name, record, sorted(sizes, key=sizes.__getitem__, reverse=True), nested)

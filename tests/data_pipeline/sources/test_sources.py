@@ -223,7 +223,7 @@ def _twice(name: str) -> bytes:
         (
             "a.txt",
             "utf-16".encode("utf-16"),
-            r"a.txt, byte 0, line 1: not UTF-8.*-f UTF-16 -t UTF-8",
+            r"a.txt: not UTF-8 but UTF-16\..*-f UTF-16 -t UTF-8",
         ),
         (
             "a.jsonl",
@@ -305,7 +305,7 @@ def test_compressed_data_under_another_name_says_its_kind(tmp_path, compress, na
     with pytest.raises(InputError, match=rf"b.jsonl{other} holds {name}.*name it \S+l{suffix} "):
         _read(tmp_path / f"b.jsonl{other}")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(packed))
-    with pytest.raises(InputError, match=rf"b.jsonl.gz holds {name} data inside: decompress it"):
+    with pytest.raises(InputError, match=rf"b.jsonl.gz holds {name} data inside: unpack it"):
         _read(tmp_path / "b.jsonl.gz")
 
 
@@ -344,6 +344,30 @@ def test_lines_that_end_with_carriage_returns_alone_are_refused(tmp_path):
 def test_a_missing_value_is_an_empty_document(tmp_path, name):
     _write(tmp_path / name, ["a", None, "b"])
     assert _read(tmp_path / name)[0] == ["a", "", "b"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "field", "other"),
+    [
+        ({"text": ["a"]}, "text", ""),
+        ({"id": "1", "messages": ["a"]}, "messages", ""),
+        ({"id": "1", "meta": {"text": "a"}}, "meta.text", ""),
+        ({"messages": [{"role": "user", "content": "a"}]}, "text", ""),
+        ({"id": "1", "messages": ["a"]}, "text", "id"),
+        ({"text": ["a"], "content": "a"}, "text", "content"),
+    ],
+)
+def test_text_inside_lists_and_objects_needs_a_function(tmp_path, kind, record, field, other):
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(record))
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    with pytest.raises(InputError, match=r"prepare\.input=python:MODULE:FUNCTION") as caught:
+        _read(path, text_field=field)
+    assert (f"write prepare.text_field={other}, or" in str(caught.value)) == bool(other)
+    assert ("write" in str(caught.value)) == bool(other)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
