@@ -37,7 +37,6 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
 _MOST = 10  # words in a message
 _MOST_COMPARED = 10_000  # in 0.3 s
-_SHOWN = 200  # characters of a word
 
 
 class OwnPartError(ValueError):
@@ -65,13 +64,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def some_of(words: Iterable[object], near: str = "", *, between: str = ", ") -> str:
+def some_of(
+    words: Iterable[object], near: str = "", *, between: str = ", ", most: int = 200
+) -> str:
     """Returns at most ten words for a message, those nearest to `near` first, and how many more."""
-    known = [word if len(word) <= _SHOWN else f"{word[:_SHOWN]}…" for word in map(str, words)]
+    known = [word if len(word) <= most else f"{word[:most]}…" for word in map(str, words)]
     shown = known
     if near and _MOST < len(known) <= _MOST_COMPARED:
         shown = difflib.get_close_matches(near, known, n=_MOST, cutoff=0.0)
-    more = f" and {len(known) - _MOST:,} more" if len(known) > _MOST else ""
+    more = f"{between.strip(' ,;')} and {len(known) - _MOST:,} more" if len(known) > _MOST else ""
     return between.join(shown[:_MOST]) + more if known else "none"
 
 
@@ -79,13 +80,14 @@ def runs_near(path: Path) -> str:
     """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
     if _is_run(path):
         return ""
-    folders = {folder.absolute(): folder for folder in (path, path.parent, Path("runs"))}
+    there = filter(os.path.isdir, (path, path.parent, Path("runs")))
+    folders = {folder.absolute(): folder for folder in there}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
     runs = {run.name: run for run in found if _is_run(run)}
     if not runs:
         return "; there is no run here: `moebius train smoke` makes the first one"
     close = difflib.get_close_matches(path.name, runs, n=1)
-    if close and not path.is_dir():
+    if close and not os.path.isdir(path):
         return f"; did you mean {runs[close[0]]}?"
     return f"; runs here: {some_of(runs.values(), str(path))}"
 

@@ -1,5 +1,6 @@
 """What commands show besides their result: messages on standard error, and progress bars."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -8,13 +9,14 @@ StartProgress = Callable[[str, int], Callable[[int], None]]
 
 
 def print_message(label: str, text: str, *, style: str = "bold red") -> None:
-    """Prints "label: text" on standard error, unwrapped; brackets are no markup, secrets blotted out."""
+    """Prints "label: text" on standard error, without markup, secrets and ends of endless words."""
     from rich.console import Console
     from rich.text import Text
 
     from ..train.record.redaction import redact
 
-    message = Text.assemble((f"{label}:", style), " ", redact(text))
+    text = re.sub(r"(\S{300})\S+", r"\1…", redact(text))
+    message = Text.assemble((f"{label}:", style), " ", text)
     Console(stderr=True, soft_wrap=True).print(message, highlight=False)
 
 

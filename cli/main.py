@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in NO_PATHS or error.filename is None:
             raise
-        print_message("error", f"{_shortened(error.filename)}: {error.strerror}; name another path")
+        print_message("error", f"{error.filename}: {error.strerror}; name another path")
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -140,12 +140,6 @@ def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
             f"pip install ./{folder} in a checkout of moebius"
         )
     return None
-
-
-def _shortened(path: object) -> str:
-    """Cuts a path to a length that a screen can show."""
-    text = str(path)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def parse(

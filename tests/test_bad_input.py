@@ -72,10 +72,11 @@ def train_words(text: Path, *changes: str) -> list[str]:
 
 
 def assert_refused(moebius: Command, words: list[str], message: str, *, code: int = 2) -> None:
-    """Checks that a command line is refused with a message that matches a pattern."""
+    """Checks that a command line is refused with a short message that matches a pattern."""
     answer = moebius(*words)
     assert answer.code == code, (words, answer.text)
     assert re.search(message, answer.text), (words, answer.text)
+    assert len(answer.text) < 5_000
 
 
 # Configurations -----------------------------------------------------------------------------------
@@ -109,7 +110,12 @@ def test_a_configuration_that_cannot_run(
         ),
         ('recipe = ["smoke"]', r"recipe = \['smoke'\]"),
         (f'recipe = "{"n" * 300}"', r"mine\.toml: there is no recipe 'nnn"),
-        (f'recipe = "{"n/" * 3000}"', r"mine\.toml: there is no recipe 'n/n"),
+        (f'recipe = "{"n/" * 3000}"', r"mine\.toml: there is no file or run folder 'n/n"),
+        (f"[train]\n{'n' * 12_000} = 1", r"train\.n{200}: unknown key"),
+        ("\n".join(f"k{n} = 1" for n in range(300)), r"k9: unknown key and 290 more$"),
+        ("[model.attention]\n" + "\n".join(f"k{n} = 1" for n in range(900)), r"keys: k0, k1"),
+        ('recipe = "smoke" # caf\xe9', r"is not UTF-8: `iconv -f LATIN1 -t UTF-8 mine\.toml > NEW"),
+        ('\ufeffrecipe = "smoke"', r"is not UTF-8: `iconv -f UTF-16 -t UTF-8 mine\.toml > NEW"),
         ("deep = " + "[" * 9000, r"mine\.toml: is nested too deeply"),
         ("deep = " + "{a = " * 9000, r"mine\.toml: is nested too deeply"),
     ],
@@ -118,7 +124,9 @@ def test_a_configuration_that_cannot_run(
 def test_toml_that_is_no_configuration(
     content: str, message: str, text: Path, moebius: Command
 ) -> None:
-    (text.parent / "mine.toml").write_text(content + "\n", encoding="utf-8")
+    encoding = {"\xe9": "latin-1", "\ufeff": "utf-16-le"}
+    used = next((encoding[one] for one in content if one in encoding), "utf-8")
+    (text.parent / "mine.toml").write_text(content + "\n", encoding=used)
     assert_refused(moebius, ["train", "mine.toml"], message)
 
 

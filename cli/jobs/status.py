@@ -95,12 +95,16 @@ def _print_report(report: "RunReport", console: "Console") -> None:
 def _list_runs(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ...cluster.job import JobError
+    from ...cluster.job import JOURNAL, JobError
     from ...cluster.report.run_report import find_runs, is_recent, read_reports, run_table
 
     for folder in options.folders:
         if folder != RUNS and not folder.is_dir():
             raise JobError(f"{folder}: there is no such folder{runs_near(folder)}")
+        marks = [name for name in ("checkpoints", "config.json") if (folder / name).exists()]
+        if marks and not any(find_runs(folder)):
+            what = f"has {' and '.join(marks)} but no {JOURNAL}, so no job was started here"
+            raise JobError(f"{folder}: {what}; `moebius ckpt ls {folder}` lists its checkpoints")
     found = [run for folder in options.folders for run in find_runs(folder.absolute())]
     reports, problems = read_reports(found)
     for problem in problems:

@@ -75,7 +75,7 @@ def _search(words: str, recipes: Container[str]) -> "RenderableType | None":
     """Returns the keys that words of the user's name or describe; None if these are no such words."""
     from ...train.config.reference import keys
     from ...train.config.run_config import Config
-    from ...train.config.suggestions import meant_by
+    from ...train.config.suggestions import meant_by, words_known_elsewhere
 
     first = words.partition(" ")[0]
     is_section = first.partition(".")[0] in Config.model_fields
@@ -83,17 +83,25 @@ def _search(words: str, recipes: Container[str]) -> "RenderableType | None":
         return None
     answer = meant_by(words)
     wanted = words.lower().replace("_", " ").split()
+    by_a_part = [
+        meant
+        for meant, phrases in words_known_elsewhere().items()
+        if any({*wanted} <= {*phrase.replace("_", " ").split()} for phrase in phrases)
+    ]
     named, described = [], []
     for key in keys():
         if key.path == answer or all(word in key.path.replace("_", " ") for word in wanted):
             named.append(key)
-        elif all(re.search(rf"\b{re.escape(word)}", key.meaning.lower()) for word in wanted):
+        elif key.path in by_a_part or all(
+            re.search(rf"\b{re.escape(word)}", key.meaning.lower()) for word in wanted
+        ):
             described.append(key)
     named.sort(key=lambda key: key.path != answer)
     found = [*named, *described]
     rows = [(key.path, key.default_text, key.meaning) for key in found[:_MOST_FOUND]]
     if more := len(found) - len(rows):
         rows.append((f"… and {more} more", "", "more words find fewer keys"))
+    rows += [(words, "", text) for text in by_a_part if " " in text and text != answer]
     if " " in answer:
         rows.insert(0, (words, "", answer))
     return _table(["key", "default", "meaning"], rows) if rows else None

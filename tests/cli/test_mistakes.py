@@ -66,6 +66,9 @@ train smoke prepare.input=empty                 | is a folder without readable f
 train smoke prepare.tokenizer=gpt2              | tokenizer='gpt2' is unknown: give 'bpe', 'bytes',
 train runs/folder                               | for text own_text prepare.input=runs/folder
 train runs/mine                                 | `moebius resume runs/mine` continues it, `moebius eval runs/mine` measures it
+train runs/text                                 | runs/text: there is no file or run folder 'runs/text'; runs here: runs/mine
+plan runs/mein                                  | no file or run folder 'runs/mein'; did you mean runs/mine?
+status runs/mine                                | has checkpoints and config.json but no journal.jsonl, so no job was started here
 submit runs/mine                                | is a run, not a recipe; `moebius resume runs/mine`
 models runs/mine                                | is a run, not a recipe; `moebius resume runs/mine`
 plan text.txt                                   | a configuration's name ends in .toml
@@ -193,6 +196,8 @@ def test_of_many_runs_a_few_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
         (["muon"], "adamw is built in; optim.kind=module:function names an optimizer"),
         (["oom"], "a smaller train.micro_batch, train.recompute"),
         (["early stopping"], "moebius.fit(…, on_record=function)"),
+        (["flash"], "attention calls torch's scaled_dot_product_attention"),
+        (["decay iters"], "optim.decay_steps"),
         (["second moment"], "optim.beta2"),
         (["tokens"], "more words find fewer keys"),
     ],

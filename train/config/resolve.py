@@ -17,7 +17,7 @@ from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...own_parts import OwnPartError, check_call, import_own, is_own, nearest, some_of
+from ...own_parts import OwnPartError, check_call, import_own, is_own, nearest, runs_near, some_of
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
@@ -164,11 +164,14 @@ def _recipe_values(
         return recipes[name]().model_dump(mode="json")
     if os.path.exists(name):  # False for a name that no file can have; Path's raises OSError
         raise ConfigError(f"{where}: {_what_takes(Path(name))}")
+    if "/" in name and not is_own(name):
+        missing = f"there is no file or run folder {name!r:.200}"
+        raise ConfigError(f"{where}: {missing}{runs_near(Path(name))}")
     if not is_own(name):
         answer = suggest(name, ())
         hint = f"{answer}." if answer else nearest(name, recipes) or "."
         raise ConfigError(
-            f"{where}: there is no recipe {name!r}{hint} `moebius models` lists "
+            f"{where}: there is no recipe {name!r:.200}{hint} `moebius models` lists "
             "the recipes; name one, a file that ends in .toml, or a function of your own as "
             "package.module:function"
         )
@@ -276,7 +279,11 @@ def _read_toml(
             values = tomllib.loads(file.read(MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # the TOML, the UTF-8, or a number of 5,000 digits
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        convert = f"iconv -f {encoding} -t UTF-8 {path} > NEW.toml"
+        raise ConfigError(f"{path}: is not UTF-8: `{convert}` converts it") from None
+    except ValueError as error:  # the TOML, or a number of 5,000 digits
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(

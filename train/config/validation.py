@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ...model.config.model_config import SECTIONS
+from ...own_parts import some_of
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .suggestions import suggest
@@ -27,7 +28,7 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
         origin: their source, for messages.
 
     Raises:
-        ConfigError: the values are invalid; it lists every problem.
+        ConfigError: the values are invalid; it lists the first ten problems.
     """
     try:
         built = kind.model_validate(values)
@@ -38,7 +39,8 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
         problems = [*_unusable(values, plain), *_secrets(plain)]
         if not problems:
             return built
-    raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *problems]))
+    listed = some_of(problems, between="\n", most=2_000)
+    raise ConfigError(f"{origin}: the configuration is not valid\n{listed}")
 
 
 def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -65,15 +67,12 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _explain(entry: Any, kind: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in entry["loc"])
+    where = ".".join(f"{part!s:.200}" for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
         return f"  {where}: unknown key{suggest(where, (key for key, _ in known_keys(kind)))}"
     message = str(entry["msg"]).removeprefix("Value error, ")
-    given = (
-        ""
-        if isinstance(entry["input"], dict) or not where
-        else f" (given: {entry['input']!r:.200})"
-    )
+    is_section = isinstance(entry["input"], dict) or not where
+    given = "" if is_section else f" (given: {entry['input']!r:.200})"
     if entry["type"].endswith("_parsing") and "," in str(entry["input"]):
         message += "; digits are grouped by underscores, as in 10_000_000"
     return f"  {where}: {message}{given}" if where else f"  {message}"

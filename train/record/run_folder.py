@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
+from ...own_parts import some_of
 from ..config.run_config import Config, ConfigError
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
@@ -173,7 +174,18 @@ def check_same_run(
             name = f"{section}.{key}"
             is_of_data = section in ("data", "prepare") and asked.data.override_position
             may_change = section in _SECTIONS_THAT_MAY_CHANGE or name in _KEYS_THAT_MAY_CHANGE
-            if value != now[section].get(key, value) and not (may_change or is_of_data):
-                differences.append(f"{name}: the run has {value!r}, now {now[section][key]!r}")
+            if not (may_change or is_of_data):
+                differences += _differing(name, value, now[section].get(key, value))
     if differences:
-        raise ConfigError(f"{where}: holds another run ({'; '.join(differences)}); {remedy}")
+        raise ConfigError(
+            f"{where}: holds another run ({some_of(differences, between='; ', most=500)}); {remedy}"
+        )
+
+
+def _differing(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Yields what differs in a key, or in each key of a section."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before | now:
+            yield from _differing(f"{name}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield f"{name}: the run has {before!r:.80}, now {now!r:.80}"

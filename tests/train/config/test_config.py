@@ -12,7 +12,7 @@ from moebius.own_parts import OwnPartError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.record.run_folder import open_run, place_data
+from moebius.train.record.run_folder import check_same_run, open_run, place_data
 
 
 def make(*overrides: str, name: str = "smoke") -> Config:
@@ -183,6 +183,16 @@ def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path)
         ConfigError, match=r"(?s)holds another run.*model.d_model: the run has 128, now 64"
     ):
         open_run(place_data(make("model.d_model=64"), tmp_path), run_dir)
+    inner = make("model.feed_forward.num_experts=4", f"prepare.input=['{'n' * 9_000}']")
+    experts = r"model\.feed_forward\.num_experts: the run has \d+, now 4;"
+    with pytest.raises(ConfigError, match=experts) as refused:
+        open_run(place_data(inner, tmp_path), run_dir)
+    assert len(str(refused.value)) < 1_000
+    many = r"holds another run \((optim\.[^;]+; ){9}[^;]+ and 1 more\); continue it"
+    before = config.model_dump(mode="json")
+    before["optim"] |= dict.fromkeys(list(before["optim"])[:11], -1)
+    with pytest.raises(ConfigError, match=many):
+        check_same_run(before, config, run_dir)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("do not touch")
