@@ -24,15 +24,12 @@ the precision of the products, once per direction, bank, use and pass. Recomputa
 decisions; selective also keeps received rows, and full sends them again.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log, sqrt
 
-from .communication import collective_s, strided_group
 from .prediction import Collective, LayoutCandidate, Prediction, Scenario, StepTime
 from .step_collectives import (
-    GRADIENT_BYTES,
     dispatch_launches,
-    gathers_per_pass,
     gradient_sums,
     row_exchanges,
     weight_gathers,
@@ -164,49 +161,3 @@ def _flops_per_s(scenario: Scenario, rows: float) -> float:
     hardware = scenario.hardware
     share = hardware.matmul_efficiency * rows / (rows + hardware.matmul_half_rows)
     return share * hardware.peak(scenario.workload.precision)
-
-
-# Moving tokens or moving weights ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Compares moving tokens with moving weights, per rank and step. Bytes are those that leave the
-    rank.
-    """
-
-    ep: int
-    tokens_bytes: float  # EP: every depth step's exchanges, forward and backward
-    weights_bytes: float  # FSDP over the same ranks: gathers and a scatter of every layer
-    weights_bytes_per_use: float  # FSDP that gathers for every depth step, forward and backward
-    break_even_tokens: float  # per rank and step; with fewer, moving tokens sends less
-    tokens_s: float
-    weights_s: float
-
-
-def compare(scenario: Scenario, *, ep: int, dispatcher: str) -> Comparison:
-    """Compares both ways of sharing the experts among the same `ep` ranks."""
-    work, hardware = scenario.workload, scenario.hardware
-    candidate = LayoutCandidate(1, ep, ep, "none", dispatcher)
-    calls = row_exchanges(scenario, candidate, "p50")
-    exchanges = [call for call in calls if "counts" not in call.name]
-    tokens_bytes = sum(call.num_bytes for call in exchanges)
-    group = strided_group(ep, 1, hardware.ranks_per_node)
-    gathers = gathers_per_pass(work)
-    gathered_bytes = work.expert_parameters * work.bytes_per_element
-    scattered_bytes = work.expert_parameters * GRADIENT_BYTES
-    gather_s = collective_s("all_gather", gathered_bytes, group, hardware)
-    scatter_s = collective_s("reduce_scatter", scattered_bytes, group, hardware)
-    once, anew = (
-        (count * gathered_bytes + scattered_bytes) * (ep - 1) / ep
-        for count in (gathers, 2 * work.repeats)
-    )
-    return Comparison(
-        ep,
-        tokens_bytes=tokens_bytes,
-        weights_bytes=once,
-        weights_bytes_per_use=anew,
-        break_even_tokens=scenario.tokens * once / tokens_bytes,
-        tokens_s=sum(call.seconds for call in exchanges),
-        weights_s=gathers * gather_s + scatter_s,
-    )

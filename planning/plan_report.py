@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .cost_model import Comparison, compare, host_s, predict
+from .cost_model import host_s, predict
 from .planner import (
     UNCONSTRAINED,
     Constraints,
@@ -56,14 +56,6 @@ class PlanReport:
         found = (ranked.best(with_ep=True) for ranked in reversed(self.sizes))
         return next((best for best in found if best is not None), None)
 
-    @property
-    def comparison(self) -> Comparison | None:
-        """Compares moving tokens with moving weights; None if no layout spreads the experts."""
-        best = self.best_with_ep
-        if best is None:
-            return None
-        return compare(best.scenario, ep=best.candidate.ep, dispatcher=best.candidate.dispatcher)
-
 
 def make_report(
     scenario: Scenario, nodes: Sequence[int], constraints: Constraints = UNCONSTRAINED
@@ -101,7 +93,7 @@ def render_plans(report: PlanReport, *, top: int) -> Group:
             style = "bold" if row == 0 else "" if plan.prediction.fits else "dim"
             table.add_row(*map(Text, _cells(plan)), style=style)
             shown.append(plan)
-    lines = [*_tokens_or_weights(report), *_skew(report)]
+    lines = [*_experts(report), *_skew(report)]
     warnings = [*_impossible(report), *_host_waits(report)]
     return Group(
         table,
@@ -150,10 +142,6 @@ def _large(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _bytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
@@ -161,31 +149,16 @@ def _ms(seconds: float) -> str:
 # Below the table ----------------------------------------------------------------------------------
 
 
-def _tokens_or_weights(report: PlanReport) -> Iterator[str]:
-    """Yields whether moving tokens or weights sends less, and from which size EP pays."""
-    found = report.comparison
-    if found is None:
+def _experts(report: PlanReport) -> Iterator[str]:
+    """Yields from which size expert parallelism pays, or why it is no question."""
+    if report.best_with_ep is None:
         has_experts = bool(report.scenario.workload.uses)
-        yield "tokens or weights: " + (
+        yield (
             "no layout spreads the experts over several ranks"
             if has_experts
             else "the model has no experts, so only weights can move"
         )
         return
-    yield (
-        f"tokens or weights: among {found.ep} ranks, moving tokens sends "
-        f"{_bytes(found.tokens_bytes)} per rank and step ({_ms(found.tokens_s)} ms), moving the "
-        f"experts' weights {_bytes(found.weights_bytes)} ({_ms(found.weights_s)} ms)"
-    )
-    if report.scenario.workload.repeats > 1:
-        yield (
-            f"gathering again for each of {report.scenario.workload.repeats} repeats would send "
-            f"{_bytes(found.weights_bytes_per_use)} of weights"
-        )
-    yield (
-        f"moving tokens sends less below {_large(found.break_even_tokens)} tokens per rank and step; "
-        f"planned: {report.scenario.tokens:,}"
-    )
     yield f"expert parallelism {_where_ep_pays(report.ep_pays)}"
 
 
@@ -271,7 +244,6 @@ def plans_as_json(report: PlanReport) -> dict[str, Any]:
         "precision": scenario.workload.precision,
         "plans": [_plain_plans(ranked, hardware.ranks_per_node) for ranked in report.sizes],
         "impossible": {str(count): why for count, why in report.impossible.items()},
-        "tokens_or_weights": report.comparison and asdict(report.comparison),
         "hottest_rank": best
         and {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
         "expert_parallelism_pays": report.ep_pays,

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.planning.cost_model import (
-    compare,
     expert_s,
     host_s,
     predict,
@@ -372,22 +371,6 @@ def test_micro_batches_share_the_optimizer_and_unsharded_sums(
         assert four.memory == one.memory
         sent = [sum(call.num_bytes for call in found.collectives) for found in (one, four)]
         assert sent[0] < sent[1] <= 4 * sent[0]
-
-
-def test_moving_tokens_or_weights(moeut: Workload) -> None:
-    scenario = Scenario(moeut, H200, 8192, RoutingSkew())
-    found = compare(scenario, ep=8, dispatcher="dedup")
-    assert found.weights_bytes_per_use == pytest.approx(
-        moeut.expert_parameters * (2 * 9 * 2 + 4) * 7 / 8
-    )
-    assert found.weights_bytes == pytest.approx(moeut.expert_parameters * (2 + 4) * 7 / 8)
-    assert (
-        found.tokens_bytes > found.weights_bytes
-    )  # 18 depth steps move more bytes than the 244M weights
-    at_break_even = compare(
-        replace(scenario, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup"
-    )
-    assert at_break_even.tokens_bytes == pytest.approx(at_break_even.weights_bytes, rel=1e-2)
 
 
 def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> None:
