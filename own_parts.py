@@ -64,9 +64,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def some_of(
-    words: Iterable[object], near: str = "", *, between: str = ", ", most: int = 200
-) -> str:
+def some_of(words: Iterable[Any], near: str = "", *, between: str = ", ", most: int = 200) -> str:
     """Returns at most ten words for a message, those nearest to `near` first, and how many more."""
     known = [word if len(word) <= most else f"{word[:most]}…" for word in map(str, words)]
     shown = known
@@ -80,8 +78,7 @@ def runs_near(path: Path) -> str:
     """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
     if _is_run(path):
         return ""
-    there = filter(os.path.isdir, (path, path.parent, Path("runs")))
-    folders = {folder.absolute(): folder for folder in there}
+    folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
     runs = {run.name: run for run in found if _is_run(run)}
     if not runs:

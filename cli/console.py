@@ -23,20 +23,14 @@ def print_message(label: str, text: str, *, style: str = "bold red") -> None:
 @contextmanager
 def progress_bars(*, of_rows: bool = False) -> Iterator[StartProgress]:
     """Yields a function that starts a progress bar; it draws nothing without a terminal."""
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
-    count = MofNCompleteColumn() if of_rows else DownloadColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
-    with Progress(
+    count = bars.MofNCompleteColumn() if of_rows else bars.DownloadColumn()
+    name = bars.TextColumn("{task.description}")
+    columns = (name, bars.BarColumn(), count, bars.TimeRemainingColumn())
+    with bars.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
 

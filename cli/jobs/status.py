@@ -76,14 +76,10 @@ def _show_one(run_dir: Path, *, as_json: bool) -> int:
 
     report = read_report(run_dir)
     if as_json:
-        _print_record(report)
+        print(json.dumps(report.record(), ensure_ascii=False))
     else:
         _print_report(report, Console())
     return report.status.exit_code
-
-
-def _print_record(report: "RunReport") -> None:
-    print(json.dumps(report.record(), ensure_ascii=False))
 
 
 def _print_report(report: "RunReport", console: "Console") -> None:
@@ -112,7 +108,7 @@ def _list_runs(options: argparse.Namespace) -> int:
     shown = [report for report in reports if options.all or is_recent(report)]
     if options.json:
         for report in shown:
-            _print_record(report)
+            print(json.dumps(report.record(), ensure_ascii=False))
         return 0
     console = Console()
     if not (console.is_terminal or "COLUMNS" in os.environ):
