@@ -465,7 +465,7 @@ def given_up(directory: Path) -> str | None:
         return str(json.loads((directory / UNFINISHED / _GIVEN_UP).read_bytes())["reason"])
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return "the file with the reason is damaged"
 
 

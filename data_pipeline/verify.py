@@ -48,7 +48,7 @@ def data_folder(path: Path) -> Path:
         raise ShardError(f"{path} is being prepared, and no segment is sealed yet: try again later")
     try:
         directory = json.loads((path / _CONFIG_FILE).read_bytes())["data"]["directory"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         directory = ""
     if directory and isinstance(directory, str):
         return Path(directory)

@@ -457,7 +457,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); pass a folder from `moebius ckpt export`"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: is not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: is not a JSON object")

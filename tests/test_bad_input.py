@@ -133,6 +133,12 @@ def test_toml_that_is_no_configuration(
 # Paths and inputs ---------------------------------------------------------------------------------
 
 
+def test_a_configuration_without_end_is_no_run(tmp_path: Path, moebius: Command) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000, encoding="utf-8")
+    for words in (["data", "peek", str(tmp_path)], ["data", "verify", str(tmp_path)]):
+        assert_refused(moebius, words, "holds no prepared data and is no run folder", code=2)
+
+
 def test_one_document_cannot_be_validated_on(tmp_path: Path, moebius: Command) -> None:
     """It is refused before a rank starts, and with a second file the same words train."""
     one, other = tmp_path / "one.txt", tmp_path / "other.txt"

@@ -221,9 +221,14 @@ def resume(run: Run) -> dict[str, Any] | None:
     found = run.checkpoints.newest_whole()
     if found is None:
         return None
-    remedy = "restore this run's own, or delete it and resume from the one before it"
-    saved = {**found.meta.meta["config"], "data": {}, "prepare": {}}  # the loader compares these
-    check_same_run(saved, run.config, found.path, remedy=remedy)
+    if (run.run_dir / "config.json").exists():  # a run, which continues only with its own settings
+        remedy = "restore this run's own, or delete it and resume from the one before it"
+        saved = {
+            **found.meta.meta["config"],
+            "data": {},
+            "prepare": {},
+        }  # the loader compares these
+        check_same_run(saved, run.config, found.path, remedy=remedy)
     meta = _load_state(run, found)
     run.set_aside = run.checkpoints.adopt(found)
     run.was_fetched = found.fetched_for is not None

@@ -279,7 +279,7 @@ def scale_requested(run_dir: Path) -> ScaleRequest | None:
         return ScaleRequest(int(said["num_nodes"]), layouts)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise JobError(
             f"{path} is damaged ({error}): remove it, and set the number of nodes (`moebius "
             f"resume {run_dir} job.num_nodes=N`, or `moebius scale {run_dir} N`)"

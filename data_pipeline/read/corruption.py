@@ -149,7 +149,7 @@ def _read_entries(path: Path) -> list[SkippedBatch | SkippedRow]:
         try:
             ((kind, values),) = json.loads(line).items()
             found.append(SkippedBatch(**values) if kind == "batch" else SkippedRow(**values))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, RecursionError, TypeError, AttributeError):
             logger.warning("ignoring a torn line of %s: %.80r", path, line)
     return found
 

@@ -206,7 +206,7 @@ def _run_id(content: bytes) -> str:
     """Returns the number in a run.json, or "unreadable", which matches no run."""
     try:
         return str(json.loads(content)["run"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError, TypeError, KeyError):
         return "unreadable"
 
 

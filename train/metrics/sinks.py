@@ -206,7 +206,7 @@ class SentLines:
             values: Any = json.loads(self._path.read_text(encoding="utf-8"))
             self.run = str(values["run"])
             self._last_steps = {str(kind): int(step) for kind, step in values["sent"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             pass
 
     def begin_run(self, run: str) -> None:
