@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..own_parts import Wanted
+from ..own_parts import OwnPartError, Wanted, is_own
 from .calls import RouteList
 
 # A gated activation applies the gate's activation to the first F columns and multiplies the last F
@@ -59,11 +59,22 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
     """Looks up an activation by name, or imports the user's own (`module:function`).
 
     Raises:
-        OwnPartError: it does not exist.
+        OwnPartError: it does not exist; the function, if it changes the shape.
     """
     if activation in GATES:
         return partial(_gated, _PLAIN[GATES[activation]])
-    return ACTIVATION.get(activation)
+    found = ACTIVATION.get(activation)
+    return partial(_elementwise, activation, found) if is_own(activation) else found
+
+
+def _elementwise(name: str, function: Callable[[Tensor], Tensor], z_RW: Tensor) -> Tensor:
+    h_RW = function(z_RW)
+    if h_RW.shape != z_RW.shape:
+        raise OwnPartError(
+            f"model.feed_forward.activation: {name} made {tuple(h_RW.shape)} of "
+            f"{tuple(z_RW.shape)}: it must act element by element"
+        )
+    return h_RW
 
 
 def _gated(function: Callable[[Tensor], Tensor], z_RW: Tensor) -> Tensor:

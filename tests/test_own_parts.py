@@ -50,6 +50,9 @@ def squared_relu(z):
 def swish(z):
     return z * z.sigmoid()
 
+def first_row(z):
+    return z[:1]
+
 class RMSNorm(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -122,7 +125,7 @@ def none(*given):
     return None
 
 def constant(step, config, factor=1.0):
-    return factor * config.learning_rate
+    return torch.tensor(factor * config.learning_rate, dtype=torch.float64)
 
 def cosine(step, config):
     return cosine_rate(config, step)
@@ -401,6 +404,10 @@ def test_a_rank_says_that_no_restart_mends_a_part_of_another_kind(
         (
             {"model__norm_layer": "parts_of_a_test:none"},
             "model.norm_layer: .* it must be a subclass of torch.nn.Module",
+        ),
+        (
+            {"model__feed_forward__activation": "parts_of_a_test:first_row"},
+            r"first_row made \(1, \d+\) of \(\d+, \d+\): it must act element by element",
         ),
         (
             {"train__losses": {"parts_of_a_test:none": 1.0}},

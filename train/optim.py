@@ -115,6 +115,8 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
         OwnPartError: a user's own schedule returns no number, or a negative one.
     """
     rate = SCHEDULE.get(config.schedule)(step, config)
+    if getattr(rate, "ndim", None) == 0:  # of numpy or torch
+        rate = rate.item()
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise OwnPartError(
             f"optim.schedule: {config.schedule} returned {rate!r} for step {step}: it must return "
