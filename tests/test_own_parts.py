@@ -125,10 +125,10 @@ def none(*given):
     return None
 
 def constant(step, config, factor=1.0):
-    return torch.tensor(factor * config.learning_rate, dtype=torch.float64)
+    return factor * config.learning_rate
 
 def cosine(step, config):
-    return cosine_rate(config, step)
+    return torch.tensor(cosine_rate(config, step), dtype=torch.float64)
 
 def load_cost(mean, fraction):
     return fraction.shape[-1] * fraction
