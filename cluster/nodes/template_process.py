@@ -20,9 +20,8 @@ from typing import Any, Protocol
 from ..job import Launch, python_module
 from . import processes
 
-KILL_TIMEOUT_S = (
-    10.0  # a template that stands still for so long, instead of killing an agent, is killed
-)
+# a template that stands still for so long, instead of killing an agent, is killed
+KILL_TIMEOUT_S = 10.0
 _LOOK_S = 0.05
 
 # OpenBLAS starts its threads when numpy is loaded; nothing here multiplies with numpy

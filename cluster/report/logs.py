@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ...own_parts import runs_near
+from ...own_parts import runs_near, some_of
 from ...train.record.process_log import older_pieces
 from ...train.record.redaction import redact, secret_values
 from ...train.record.untrusted import escaped, open_regular
@@ -32,7 +32,6 @@ from .json_lines import MAX_LINE
 
 POLL_S = 0.4
 _BLOCK = 64 << 10
-MAX_NAMED = 10  # logs that are skipped
 
 _LOGS = "logs/g*/node*/*.log*"
 _LOG_NAME = re.compile(r"logs/g(\d+)/node(\d+)/(?:rank(\d+)|agent)\.log(?:\.\d+)?$")
@@ -204,8 +203,8 @@ def skipped_logs(run_dir: Path) -> str:
     names = sorted(path.relative_to(run_dir).as_posix() for path in skipped)
     if not names:
         return ""
-    named = ", ".join(names[:MAX_NAMED]) + (", …" if names[MAX_NAMED:] else "")
-    return f"skipped {len(names)} log(s) that are not regular files of the run folder: {named}"
+    words = "log(s) that are not regular files of the run folder"
+    return f"skipped {len(names)} {words}: {some_of(names)}"
 
 
 def follow_logs(

@@ -98,9 +98,8 @@ class UnsuitableError(Exception):
 class FastEncoder:
     """Encodes text with tiktoken to the ids of one tokenizer.json."""
 
-    searched: Iterable[
-        str
-    ] = ()  # added tokens, for which `tokenizers` searches text before it splits
+    # added tokens, for which `tokenizers` searches a text before it splits it
+    searched: Iterable[str] = ()
 
     def __init__(self, merges: list[tuple[bytes, bytes]], pattern: str, vocab: dict[bytes, int]):
         tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]

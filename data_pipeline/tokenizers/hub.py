@@ -72,10 +72,10 @@ def _kind_of(content: bytes, url: str) -> str:
     head = content[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()
     is_json = head.startswith(b"{")
     if _TIKTOKEN.match(head) or (is_json and b'"token_bytes"' in head):
-        by = ("convert_slow_tokenizer import TikToken", "integrations.mistral import Mistral")[
-            is_json
-        ]
-        rest = (", pattern=PAT_STR, extra_special_tokens=['<|endoftext|>']", "")[is_json]
+        by, rest = "integrations.mistral import Mistral", ""
+        if not is_json:
+            by = "convert_slow_tokenizer import TikToken"
+            rest = ", pattern=PAT_STR, extra_special_tokens=['<|endoftext|>']"
         raise InputError(
             f"tokenizer {url!r} is a vocabulary of tiktoken or tekken: give the tokenizer.json that the "
             "model's repository on the hub has beside it, or make one (pip install 'moebius[hf]'; the "

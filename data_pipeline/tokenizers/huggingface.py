@@ -81,7 +81,8 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._encode_with_library(texts)
         arrays = []
         for text in texts:
-            ids = self._fast.encode(text) if len(text) <= MAX_PIECE_CHARS else None  # is not cut
+            # a longer text could not be cut into pieces
+            ids = self._fast.encode(text) if len(text) <= MAX_PIECE_CHARS else None
             if ids is None:
                 arrays += self._encode_with_library([text])
             else:

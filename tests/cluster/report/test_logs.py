@@ -191,7 +191,9 @@ def test_of_many_skipped_logs_ten_are_named(tmp_path):
     for rank in range(1, 15):
         (tmp_path / f"logs/g001/node0/rank{rank}.log").symlink_to("/dev/zero")
     told = skipped_logs(tmp_path)
-    assert (told.count("rank"), told[:18], told[-3:]) == (10, "skipped 14 log(s) ", ", …")
+    assert told.count("rank") == 10
+    assert told.startswith("skipped 14 log(s) ")
+    assert told.endswith(" and 4 more")
 
 
 def test_a_line_without_an_end_is_cut(tmp_path, monkeypatch):
