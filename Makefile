@@ -14,7 +14,7 @@ LINKS := build/types/moebius $(SATELLITES:%=build/types/moebius_%)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # What numbers depend on. `rounding` takes those that show most in the least time.
-NUMERIC := tests/model tests/kernels tests/distributed tests/train tests/evaluation tests/simulation tests/test_family.py
+NUMERIC := tests/model tests/kernels tests/distributed tests/train tests/evaluation tests/planning/simulation tests/test_family.py
 ROUNDING := tests/model tests/kernels/test_slots.py tests/kernels/fused tests/distributed/dispatch tests/distributed/test_loop_depth.py \
 	tests/distributed/placement tests/train/test_parity.py
 # Ways to compute that a processor may have or lack. What it lacks, its libraries ignore.
@@ -40,14 +40,14 @@ test-all: $(VENV)/.installed-satellites  ## run the tests of the core and of its
 	$(PYTEST) --durations=10 -m 'not nightly' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp -m 'not nightly'; }
 	$(MAKE) $(SATELLITES:%=test-%)
 
-test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the slow ones too
-	$(PYTEST) -m '' conform/tests
+test-conform: $(VENV)/.installed-satellites  ## run the tests of satellites/conform/, the slow ones too
+	$(PYTEST) -m '' satellites/conform/tests
 
-test-dashboard: $(VENV)/.installed-satellites  ## run the tests of dashboard/, in a browser too if there is one
-	$(PYTEST) -m '' dashboard/tests
+test-dashboard: $(VENV)/.installed-satellites  ## run the tests of satellites/dashboard/, in a browser too if there is one
+	$(PYTEST) -m '' satellites/dashboard/tests
 
-test-science: $(VENV)/.installed-satellites  ## run the tests of science/, the slow ones too
-	$(PYTEST) -m '' science/tests
+test-science: $(VENV)/.installed-satellites  ## run the tests of satellites/science/, the slow ones too
+	$(PYTEST) -m '' satellites/science/tests
 
 rounding: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run numeric tests as on processors whose sums depend on the number of rows
 	MOEBIUS_TEST_ROW_ORDER=1 $(PYTEST) $(ROUNDING)
@@ -90,7 +90,7 @@ build/types/moebius:
 
 build/types/moebius_%:
 	mkdir -p $(@D)
-	ln -s ../../$* $@
+	ln -s ../../satellites/$* $@
 
 docs: $(VENV)/.installed-docs  ## build the documentation's site into build/site; a dead link or a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -104,8 +104,8 @@ clean:  ## remove the environment and all that was built; runs stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The satellites bring the core's extras for tests along, because their tests run in the same environment.
-$(VENV)/.installed-satellites: $(SATELLITES:%=%/pyproject.toml) constraints.txt | $(VENV)/.installed-cluster $(VENV)/.installed-test
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(foreach name,$(SATELLITES),-e './$(name)[test]')
+$(VENV)/.installed-satellites: $(SATELLITES:%=satellites/%/pyproject.toml) constraints.txt | $(VENV)/.installed-cluster $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(foreach name,$(SATELLITES),-e './satellites/$(name)[test]')
 	@touch $@
 
 # One stamp per extra of pyproject.toml, so that none is installed twice, in whatever order the targets are called.

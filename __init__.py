@@ -3,7 +3,7 @@
 For notebooks and scripts. With torch (api.py): `recipe` makes a configuration, `build` its untrained
 model; `prepare` makes its data, `fit` trains it here and `submit` on a cluster, `resume` continues it,
 `evaluate` and `score_tasks` measure it, `load` brings the trained model back, and `export` writes it for
-others. Without torch (run_records.py): `find_runs` finds runs, `status` tells how one is, `stop` ends it,
+others. Without torch (cluster/report/run_records.py): `find_runs` finds runs, `status` tells how one is, `stop` ends it,
 and `history` reads what it has recorded. A module is imported when one of its names is first
 used, so `import moebius` costs nothing.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         size_of,
         submit,
     )
-    from .run_records import RunHistory, find_runs, history, status, stop
+    from .cluster.report.run_records import RunHistory, find_runs, history, status, stop
 
 __version__ = "0.2.0"
 __all__ = [
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _READ_RUN_FOLDERS:
-        from . import run_records as module
+        from .cluster.report import run_records as module
     else:
         from . import api as module
     return getattr(module, name)

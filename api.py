@@ -30,6 +30,7 @@ from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
 from .cluster.local import train_here
+from .cluster.report.run_records import RunHistory
 from .cluster.stop import request_stop
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
@@ -44,7 +45,6 @@ from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
-from .run_records import RunHistory
 from .train.config.reference import toml_value
 from .train.config.resolve import resolve
 from .train.config.run_config import Config, ConfigError

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE_THE_CORE = ("tests", "benchmarks", "examples", "docs", ".ci", "experimental")
+BESIDE_THE_CORE = ("tests", "benchmarks", "examples", "docs", ".ci")
 COMMANDS = {"prepare", "train", "submit", "status", "logs", "stop", "eval", "plan", "ckpt"}
 SOURCES = (".py", ".cpp", ".css")
 # Modules that say so when what they need is missing (tests/kernels/triton/test_interpreted.py).
@@ -145,16 +145,16 @@ def check_core(environment: Environment, modules: list[str]) -> None:
 def satellites() -> list[str]:
     """Returns the folders with a distribution of their own."""
     tracked = map(PurePosixPath, tracked_files())
-    return [
-        path.parts[0] for path in tracked if path.match("*/pyproject.toml") and len(path.parts) == 2
-    ]
+    return [path.parts[1] for path in tracked if path.match("satellites/*/pyproject.toml")]
 
 
 def added_commands() -> list[str]:
     """Returns the commands that the satellites add."""
     commands: list[str] = []
     for name in satellites():
-        project = tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((ROOT / "satellites" / name / "pyproject.toml").read_text())[
+            "project"
+        ]
         commands += project.get("entry-points", {}).get("moebius.commands", {})
     return commands
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..own_parts import is_own
+from ..plugins import is_own
 
 if TYPE_CHECKING:
     from ..train.config.run_config import Config

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
-from ..own_parts import nearest
+from ..plugins import nearest
 from ..train.record.process_log import print_in_any_encoding
 from .console import print_message
 from .data import checkpoints, folders, prepare

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..own_parts import runs_near
+from ..plugins import runs_near
 from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
@@ -480,7 +480,7 @@ def python_module(name: str, *words: str) -> list[str]:
     """Returns the command that runs a module with this Python.
 
     Files of the working folder shadow no module (-P): a `token.py` there would end Python itself. A user's own
-    parts are found there nevertheless, after everything else (own_parts.py).
+    parts are found there nevertheless, after everything else (plugins.py).
     """
     return [sys.executable, "-P", "-m", name, *words]
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..own_parts import FOLDER, folder_of_job
+from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.optim import schedule_notes

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..data_pipeline.make.pools import WorkerDiedError, WorkerKilledError, run_task
-from ..own_parts import FOLDER, folder_of_job
+from ..plugins import FOLDER, folder_of_job
 from .places.ray_session import require_ray
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..own_parts import is_own, some_of
+from ..plugins import is_own, some_of
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
 
 if TYPE_CHECKING:

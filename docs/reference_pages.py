@@ -29,14 +29,13 @@ PARTS = (
     *(
         "__init__.py",
         "api.py",
-        "own_parts.py",
-        "run_records.py",
+        "plugins.py",
         "cli",
         "cluster",
         "data_pipeline",
         "distributed",
     ),
-    *("evaluation", "export", "kernels", "model", "planning", "simulation", "train"),
+    *("evaluation", "export", "kernels", "model", "planning", "train"),
 )
 
 PYTHON = """# Python
@@ -48,7 +47,7 @@ import torch.
 
 ## Recorded runs
 
-::: moebius.run_records
+::: moebius.cluster.report.run_records
 """
 
 INTERFACES = """# Interfaces

@@ -14,7 +14,7 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..own_parts import runs_near
+from ..plugins import runs_near
 from ..train.config.run_config import Config, ConfigError
 from ..train.state import model_tensors
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..data_pipeline.sources.columns import write_rows
 from ..distributed.process.process import start_process
-from ..own_parts import Wanted
+from ..plugins import Registry
 from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
 from .scoring import Advance, RowScore, Scorer, open_scorer
 from .tasks.items import (
@@ -194,7 +194,7 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
     return found
 
 
-_TASK = Wanted(
+_TASK = Registry(
     "--tasks",
     "a task",
     dict.fromkeys([PAPER, "all"]) | TASKS,

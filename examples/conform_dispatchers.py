@@ -1,4 +1,4 @@
-"""moebius' own dispatchers under moebius_conform, against a plain loop over rows (conform/README.md).
+"""moebius' own dispatchers under moebius_conform, against a plain loop over rows (satellites/conform/README.md).
 
     python -m moebius_conform examples/conform_dispatchers.py:dedup
 

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' own expert parallelism under moebius_conform (conform/README.md).
+"""Hugging Face transformers' own expert parallelism under moebius_conform (satellites/conform/README.md).
 
     python -m moebius_conform examples/conform_transformers.py:batched_mm
 

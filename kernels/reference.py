@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..own_parts import OwnPartError, Wanted, is_own
+from ..plugins import PluginError, Registry, is_own
 from .calls import RouteList
 
 # A gated activation applies the gate's activation to the first F columns and multiplies the last F
@@ -36,7 +36,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 ACTIVATIONS = (*_PLAIN, *GATES)
-ACTIVATION = Wanted(
+ACTIVATION = Registry(
     "model.feed_forward.activation",
     "an activation",
     {**_PLAIN, **GATES},
@@ -59,7 +59,7 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
     """Looks up an activation by name, or imports the user's own (`module:function`).
 
     Raises:
-        OwnPartError: it does not exist; the function, if it changes the shape.
+        PluginError: it does not exist; the function, if it changes the shape.
     """
     if activation in GATES:
         return partial(_gated, _PLAIN[GATES[activation]])
@@ -70,7 +70,7 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
 def _elementwise(name: str, function: Callable[[Tensor], Tensor], z_RW: Tensor) -> Tensor:
     h_RW = function(z_RW)
     if h_RW.shape != z_RW.shape:
-        raise OwnPartError(
+        raise PluginError(
             f"model.feed_forward.activation: {name} made {tuple(h_RW.shape)} of "
             f"{tuple(z_RW.shape)}: it must act element by element"
         )

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.fused.router import softmax_sums
-from ..own_parts import Wanted
+from ..plugins import Registry
 from .documents import DocumentRows
 from .routing import Mixture, Routes, Routing
 
-BALANCE = Wanted(
+BALANCE = Registry(
     "model.feed_forward.router.balance_form",
     "a form of the balancing loss",
     dict.fromkeys(["load", "entropy"]),

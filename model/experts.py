@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..kernels.functional import routed_linear, routed_mlp
 from ..kernels.reference import activation_function, columns_of
-from ..own_parts import is_own
+from ..plugins import is_own
 from .initialise import Initializer, parameter
 from .routing import Routes
 

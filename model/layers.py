@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.fused.rotary import rotate_pair, rotate_reference, runs_fused
 from ..kernels.reference import activation_function, columns_of
-from ..own_parts import Wanted, is_subclass
+from ..plugins import Registry, is_subclass
 from .initialise import Initializer, ones, parameter, zeros
 
 
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
 
 
-NORM = Wanted(
+NORM = Registry(
     "model.norm_layer",
     "a norm",
     {"layernorm": LayerNorm, "rmsnorm": RMSNorm},

@@ -45,7 +45,7 @@ GRADIENTS, CHECKPOINT = (
 )
 MASKS, DOCUMENTS = "tests/train/test_micro_batches.py", "tests/model/test_documents.py"
 SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/placement/test_move.py"
-COUNTS = "science/tests/analysis/test_counts.py"
+COUNTS = "satellites/science/tests/analysis/test_counts.py"
 
 MUTANTS = (
     Mutant(
@@ -282,42 +282,42 @@ MUTANTS = (
     ),
     Mutant(
         "analysis: similarity over the experts of both",
-        "science/analysis/similarity.py",
+        "satellites/science/analysis/similarity.py",
         "either_TRR = size_TR[:, :, None] + size_TR[:, None, :] - both_TRR",
         "either_TRR = size_TR[:, :, None] + size_TR[:, None, :]",
         (f"{COUNTS}::test_similarity_and_kept_experts",),
     ),
     Mutant(
         "analysis: kept experts relative to those before",
-        "science/analysis/similarity.py",
+        "satellites/science/analysis/similarity.py",
         "both_TRR / size_TR[:, :, None]",
         "both_TRR / size_TR[:, None, :]",
         (f"{COUNTS}::test_similarity_and_kept_experts",),
     ),
     Mutant(
         "analysis: a token's number counts padding",
-        "science/analysis/banks.py",
+        "satellites/science/analysis/banks.py",
         "number_T = counted_T.cumsum(0) - 1",
         "number_T = torch.arange(len(counted_T)) % int(counted_T.sum())",
         (f"{COUNTS}::test_different_experts_of_an_item",),
     ),
     Mutant(
         "analysis: two experts in one bit",
-        "science/analysis/items.py",
+        "satellites/science/analysis/items.py",
         "np.uint8(1 << bit)",
         "np.uint8(1)",
         (f"{COUNTS}::test_different_experts_of_an_item",),
     ),
     Mutant(
         "analysis: halted tokens are updated",
-        "science/analysis/updates.py",
+        "satellites/science/analysis/updates.py",
         "kept_T = counted_T & active_BS.flatten()",
         "kept_T = counted_T",
         (f"{COUNTS}::test_updates_are_those_of_a_plain_loop",),
     ),
     Mutant(
         "analysis: one quantile for all experts",
-        "science/analysis/usage.py",
+        "satellites/science/analysis/usage.py",
         "np.quantile(plain_RE, quantile, axis=0)",
         "np.quantile(plain_RE, quantile)",
         (f"{COUNTS}::test_experts_are_sorted_by_the_papers_rule",),
@@ -386,7 +386,7 @@ def copy_to(copy: Path) -> Path:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
-    for satellite in copy.glob("*/pyproject.toml"):
+    for satellite in copy.glob("satellites/*/pyproject.toml"):
         folder = satellite.parent
         (copy.parent / f"moebius_{folder.name}").symlink_to(folder)
     return copy
@@ -407,7 +407,10 @@ def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: boo
         *(["-x"] if stop_early else []),
         *tests,
     ]
-    folders = [copy.parent, *copy.glob("*/tests")]  # the satellites' tests import helpers of theirs
+    folders = [
+        copy.parent,
+        *copy.glob("satellites/*/tests"),
+    ]  # the satellites' tests import helpers of theirs
     paths = os.pathsep.join(map(str, folders))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

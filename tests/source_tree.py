@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 PACKAGE = "moebius"
 Sources = dict[str, str]  # path relative to the root, with slashes -> text
 # Distributions of their own in this repository. The core imports none of them, and is complete without.
-SATELLITES = {"conform", "science", "dashboard"}
-BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci", "experimental", *SATELLITES}
+SATELLITES = {"conform", "science", "dashboard"}  # in satellites/
+BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci", "satellites"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def module_name(path: str) -> str:
 
 
 def room_of(path: str) -> str:
-    """Returns model for model/moe.py, and __init__ for the __init__.py of the package."""
-    return path.split("/")[0].removesuffix(".py")
+    """Returns model for model/moe.py, conform for satellites/conform/run.py, and __init__ for __init__.py."""
+    return path.removeprefix("satellites/").split("/")[0].removesuffix(".py")
 
 
 @functools.cache

@@ -29,9 +29,9 @@ from moebius.model.cost import count_parameters, forward_flops, is_upper_bound
 from moebius.model.execution.depth_losses import weighted_losses
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.own_parts import FOLDER, import_own
 from moebius.planning.communication import dispatch_direction, exchange_traffic
 from moebius.planning.workload import Bank
+from moebius.plugins import FOLDER, import_own
 from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 

@@ -45,37 +45,32 @@ Rule = Callable[[Sources], list[str]]
 # Who may import whom, top floor first. Also under TYPE_CHECKING and inside functions.
 MAY_IMPORT = {
     "cli": {
-        *("cluster", "simulation", "export", "evaluation", "train", "distributed", "planning"),
+        *("cluster", "export", "evaluation", "train", "distributed", "planning"),
         *("model", "kernels", "data_pipeline"),
     },
     "cluster": {"evaluation", "train", "data_pipeline"},
-    "simulation": {"planning", "train", "distributed", "model", "data_pipeline"},
+    "planning": {"train", "distributed", "model", "kernels", "data_pipeline"},
     "export": {"evaluation", "train", "distributed", "model", "data_pipeline"},
     "evaluation": {"train", "distributed", "model", "kernels", "data_pipeline"},
     "train": {"distributed", "model", "kernels", "data_pipeline"},
     "distributed": {"model", "kernels"},
-    "planning": {"model", "kernels"},
     "model": {"kernels"},
     "kernels": set(),
     "data_pipeline": set(),
 }
-# Four modules lie in no room. Two hold what the package offers to Python, on the top floor beside the
-# command line: api.py, and run_records.py, whose names read run folders and import no torch. __init__.py
-# hands their names on when they are used, and may import nothing else. own_parts.py lies below all rooms.
+# Three modules lie in no room. api.py holds what the package offers to Python, on the top floor beside the
+# command line. __init__.py hands on its names and those that read run folders (cluster/report/), when they
+# are used, and may import nothing else. plugins.py lies below all rooms.
 ROOT_MODULES = {
-    "__init__": {"api", "run_records"},
+    "__init__": {"api", "cluster"},
     "api": {
-        *("cluster", "data_pipeline", "distributed", "evaluation", "export", "model"),
-        *("run_records", "train"),
+        *("cluster", "data_pipeline", "distributed", "evaluation", "export", "model", "train"),
     },
-    "run_records": {"cluster"},
-    "own_parts": set(),
+    "plugins": set(),
 }
-BELOW_ALL_ROOMS = "own_parts"
+BELOW_ALL_ROOMS = "plugins"
 # Single modules that a room may import beside them.
 MAY_IMPORT_MODULE = {
-    # The planner asks the table of dispatchers what each of them needs and sends.
-    "planning": (f"{PACKAGE}.distributed.layout", f"{PACKAGE}.distributed.dispatch.table"),
     "cluster": (f"{PACKAGE}.distributed.process.store",),
 }
 NOTHING_OF_OURS = {room for room, allowed in MAY_IMPORT.items() if not allowed}
@@ -140,11 +135,10 @@ def heavy_libraries_stay_in_their_room(sources: Sources) -> list[str]:
 def the_core_knows_no_satellite(sources: Sources) -> list[str]:
     """Commands of a satellite come in through entry points, so none is imported by its name."""
     names = {f"{PACKAGE}_{name}" for name in SATELLITES}
-    aside = SATELLITES | {"experimental"}
     return [
         f"{found.where}: the core imports {found.target}, which may not be installed"
         for _, found in package_imports(sources)
-        if found.top in names | aside or found.target_room in aside
+        if found.top in names | SATELLITES or found.target_room in SATELLITES | {"satellites"}
     ]
 
 
@@ -398,11 +392,10 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (imports_go_down, {"cluster/a.py": "from ..model.moe import Sent"}, r"cluster imports moebius.model"),
     (imports_go_down, {"train/a.py": "import_module('moebius.cluster.job')"}, r"train imports moebius.cluster"),
     (imports_go_down, {"evaluation/a.py": "from ..cli import main"}, r"evaluation imports moebius.cli.main"),
-    (imports_go_down, {"planning/a.py": "from ..distributed.mesh import Mesh"}, r"planning imports moebius.distributed.mesh"),
     (imports_go_down, {"distributed/a/b.py": "from ...planning import planner"}, r"distributed imports moebius.planning"),
-    (imports_go_down, {"simulation/a.py": "from ..cluster import job"}, r"simulation imports moebius.cluster"),
+    (imports_go_down, {"planning/a.py": "from ..cluster import job"}, r"planning imports moebius.cluster"),
     (imports_go_down, {"__init__.py": "from .model import moe"}, r"__init__ imports moebius.model.moe"),
-    (imports_go_down, {"__init__.py": "from .cli import main"}, r"it may import api, run_records"),
+    (imports_go_down, {"__init__.py": "from .cli import main"}, r"it may import api, cluster"),
     (imports_go_down, {"cli/a.py": "from ..api import load"}, r"cli imports moebius.api.load"),
     (imports_go_down, {"api.py": "from .cli import main"}, r"api imports moebius.cli.main"),
     (heavy_libraries_stay_in_their_room, {"train/a.py": "def f():\n    import ray.util"}, r"a.py:2: ray is imported in cluster/"),
@@ -411,10 +404,10 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (heavy_libraries_stay_in_their_room, {"model/a.py": "import megablocks.ops"}, r"megablocks is imported in kernels/"),
     (heavy_libraries_stay_in_their_room, {"train/a.py": "import pyarrow as pa"}, r"pyarrow is imported in data_pipeline/"),
     (the_core_knows_no_satellite, {"cli/a.py": "def f():\n    import moebius_science"}, r"the core imports moebius_science"),
-    (the_core_knows_no_satellite, {"train/a.py": "from ..experimental import graph"}, r"imports moebius.experimental.graph"),
-    (satellites_use_the_public_surface, {"dashboard/a.py": "from moebius.train import loop"}, r"dashboard imports moebius"),
-    (satellites_use_the_public_surface, {"dashboard/tests/a.py": "from moebius import train"}, r"dashboard imports"),
-    (satellites_use_the_public_surface, {"conform/a.py": "import moebius"}, r"conform imports moebius"),
+    (the_core_knows_no_satellite, {"train/a.py": "from ..satellites import science"}, r"imports moebius.satellites.science"),
+    (satellites_use_the_public_surface, {"satellites/dashboard/a.py": "from moebius.train import loop"}, r"dashboard imports"),
+    (satellites_use_the_public_surface, {"satellites/dashboard/tests/a.py": "from moebius import train"}, r"dashboard imports"),
+    (satellites_use_the_public_surface, {"satellites/conform/a.py": "import moebius"}, r"conform imports moebius"),
     (imports_make_no_circle, {"model/routing.py": "from .moe import Sent"}, r"modules import each other: .*model.routing"),
     (imports_make_no_circle, {"model/routing.py": "def f():\n    from . import moe"}, r"modules import each other"),
     (imports_make_no_circle, {
@@ -438,7 +431,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.13\n"}, r"ray>=2.50 is not pinned"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.9\nray==2.60"}, r"torch==2.9 is outside"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch>=2.13\nray==2.60"}, r"is not name==version"),
-    (dependencies_are_pinned, {"science/pyproject.toml": PYPROJECT.replace("ray>", "six>")}, r"science/.*: six>.* not pinned"),
+    (dependencies_are_pinned, {"satellites/science/pyproject.toml": PYPROJECT.replace("ray>", "six>")}, r"six>.* not pinned"),
     (folders_are_small, {f"model/f{n}.py": "" for n in range(FOLDER_MODULES)}, r"model: 14 modules"),
     (the_loop_is_short_and_imports_little, {"train/loop.py": "\n" * 201}, r"train/loop.py: 201 lines"),
     (the_loop_is_short_and_imports_little, {"train/run.py": "\n" * 301}, r"train/run.py: 301 lines"),

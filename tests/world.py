@@ -54,7 +54,7 @@ _PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "moebius.distributed.parallelize",
-    "moebius.simulation.dispatch",
+    "moebius.planning.simulation.dispatch",
     "moebius.train.config.run_config",
     "moebius.train.expert_placement",
 ]

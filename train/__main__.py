@@ -6,7 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from ..own_parts import OwnPartError
+from ..plugins import PluginError
 from .config.errors import EXIT_MISTAKE, no_restart_mends
 from .config.resize import with_mesh_of
 from .config.run_config import Config
@@ -27,7 +27,7 @@ def main() -> None:
         if not no_restart_mends(error):
             raise
         # The message explains a mistake in values; one in a user's own code is at a line.
-        in_code = isinstance(error, OwnPartError) or not isinstance(error, ValueError)
+        in_code = isinstance(error, PluginError) or not isinstance(error, ValueError)
         traceback.print_exception(error, limit=None if in_code else 0)
         sys.exit(EXIT_MISTAKE)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..model.loops.program import WITHOUT_DECAY
-from ..own_parts import OwnPartError, Wanted
+from ..plugins import PluginError, Registry
 
 # The functions are defined below; `OptimConfig` needs only their names.
-OPTIMIZER = Wanted(
+OPTIMIZER = Registry(
     "optim.kind",
     "an optimizer",
     {"adamw": lambda named, config: make_optimizer(config, named)},
@@ -26,7 +26,7 @@ OPTIMIZER = Wanted(
     settings=True,
     takes=2,
 )
-SCHEDULE = Wanted(
+SCHEDULE = Registry(
     "optim.schedule",
     "a schedule",
     {"cosine": lambda step, config: cosine_rate(config, step)},
@@ -112,13 +112,13 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
     """Returns the learning rate of step `step`, counted from 0.
 
     Raises:
-        OwnPartError: a user's own schedule returns no number, or a negative one.
+        PluginError: a user's own schedule returns no number, or a negative one.
     """
     rate = SCHEDULE.get(config.schedule)(step, config)
     if getattr(rate, "ndim", None) == 0:  # of numpy or torch
         rate = rate.item()
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise OwnPartError(
+        raise PluginError(
             f"optim.schedule: {config.schedule} returned {rate!r} for step {step}: it must return "
             "the learning rate, a number that is at least 0"
         )
@@ -144,18 +144,18 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
     """Builds the configured optimizer over all parameters of a model.
 
     Raises:
-        OwnPartError: a user's own function returns no optimizer, or omits parameters.
+        PluginError: a user's own function returns no optimizer, or omits parameters.
     """
     named = list(model.named_parameters())
     optimizer = OPTIMIZER.get(config.kind)(named, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OwnPartError(
+        raise PluginError(
             f"optim.kind: {config.kind} returned a {type(optimizer).__name__}: it must return a "
             "torch.optim.Optimizer"
         )
     taken = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if left_out := [name for name, parameter in named if parameter not in taken]:
-        raise OwnPartError(
+        raise PluginError(
             f"optim.kind: {config.kind} leaves out {len(left_out)} of {len(named)} parameters, "
             f"for example {left_out[0]}: give every parameter a group, with lr=0 to freeze it"
         )
@@ -177,7 +177,7 @@ def changed_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     """Returns the numbers of every group, except its rate, that differ from those at the start.
 
     Raises:
-        OwnPartError: something else differs, which a checkpoint cannot hold.
+        PluginError: something else differs, which a checkpoint cannot hold.
     """
     check_constants(optimizer)
     return [
@@ -194,13 +194,13 @@ def check_constants(optimizer: torch.optim.Optimizer) -> None:
     """Checks that what is no number in an optimizer's groups is as it was built.
 
     Raises:
-        OwnPartError: it differs.
+        PluginError: it differs.
     """
     for group in optimizer.param_groups:
         now, before = _others(group), group.get("constant")
         if before is not None and now != before:
             changed = next(name for name in now | before if now.get(name) != before.get(name))
-            raise OwnPartError(
+            raise PluginError(
                 f"optim.kind: {type(optimizer).__name__} changes {changed!r} of a group, a "
                 f"{type(now.get(changed)).__name__}, and checkpoints hold only numbers there"
             )

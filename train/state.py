@@ -16,7 +16,7 @@ from ..distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from ..distributed.sharding import free_gathered
 from ..model.execution.draws import Draws
 from ..model.transformer import Transformer
-from ..own_parts import OwnPartError
+from ..plugins import PluginError
 from .optim import check_constants
 
 
@@ -48,7 +48,7 @@ def allocate_moments(model: Transformer, optimizer: torch.optim.Optimizer, updat
     those after `updates` steps.
 
     Raises:
-        OwnPartError: the optimizer keeps something that a checkpoint cannot hold.
+        PluginError: the optimizer keeps something that a checkpoint cannot hold.
     """
     groups = [_copied(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -70,7 +70,7 @@ def check_state(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
     """Checks that a checkpoint can hold all that the optimizer keeps.
 
     Raises:
-        OwnPartError: it keeps something other than tensors of a parameter's shape, and numbers in
+        PluginError: it keeps something other than tensors of a parameter's shape, and numbers in
             its groups.
     """
     check_constants(optimizer)
@@ -78,12 +78,12 @@ def check_state(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for key, value in group.items():
             if isinstance(value, Tensor):
-                raise OwnPartError(
+                raise PluginError(
                     f"{kind} keeps the tensor {key!r} in a group: keep a number there"
                 )
     named = list(model.named_parameters())
     if others := len(state.keys() - {parameter for _, parameter in named}):
-        raise OwnPartError(
+        raise PluginError(
             f"{kind} keeps state under {others} other keys than parameters: keep numbers in its "
             "groups, and tensors of a parameter's own shape under the parameter"
         )
@@ -93,7 +93,7 @@ def check_state(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
                 continue
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise OwnPartError(
+                raise PluginError(
                     f"{kind} keeps {key!r} ({shape}) for {name} of shape {tuple(parameter.shape)}: "
                     "checkpoints hold tensors of a parameter's own shape, the number of steps as "
                     "'step', and numbers in groups"
@@ -110,11 +110,11 @@ def restore_numbers(optimizer: torch.optim.Optimizer, saved: list[dict[str, floa
     """Sets the numbers that the groups had at a checkpoint (`changed_numbers`).
 
     Raises:
-        OwnPartError: the optimizer has another number of groups.
+        PluginError: the optimizer has another number of groups.
     """
     groups = optimizer.param_groups
     if len(groups) != len(saved):
-        raise OwnPartError(
+        raise PluginError(
             f"optim.kind: the checkpoint has numbers of {len(saved)} groups, and "
             f"{type(optimizer).__name__} makes {len(groups)}: make the same groups on every layout"
         )

@@ -20,7 +20,7 @@ from ...distributed.checkpoint.format import (
     read_meta,
     step_name,
 )
-from ...own_parts import some_of
+from ...plugins import some_of
 
 
 def list_table(path: Path) -> Table:

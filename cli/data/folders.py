@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..arguments import RUNS, Commands, add_command
 from .peek import add_peek
 

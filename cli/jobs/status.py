@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...own_parts import runs_near
+from ...plugins import runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
 from ..console import print_message
 

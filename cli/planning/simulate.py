@@ -10,7 +10,7 @@ from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 from ..console import print_message
 
 if TYPE_CHECKING:
-    from ...simulation.calls import CallSource
+    from ...planning.simulation.calls import CallSource
 
 
 def add_commands(commands: Commands) -> None:
@@ -69,8 +69,8 @@ def _simulate(options: argparse.Namespace) -> int:
     """Runs `moebius simulate`; returns 1 if the simulation found a violation."""
     import traceback
 
-    from ...simulation.dispatch import unexpected_cause
-    from ...simulation.threads import RankFailed
+    from ...planning.simulation.dispatch import unexpected_cause
+    from ...planning.simulation.threads import RankFailed
 
     try:
         return _simulate_values(options)
@@ -85,9 +85,13 @@ def _simulate_values(options: argparse.Namespace) -> int:
     """Simulates and prints the report; returns the exit code."""
     from rich.console import Console
 
-    from ...simulation.calls import simulate_all
-    from ...simulation.ranks import RequestedRanks
-    from ...simulation.traffic_report import SimulationReport, render_simulation, simulation_as_json
+    from ...planning.simulation.calls import simulate_all
+    from ...planning.simulation.ranks import RequestedRanks
+    from ...planning.simulation.traffic_report import (
+        SimulationReport,
+        render_simulation,
+        simulation_as_json,
+    )
 
     asked = RequestedRanks(options.ep, options.world_size, options.ranks_per_node)
     source = _source(options)
@@ -105,7 +109,7 @@ def _source(options: argparse.Namespace) -> "CallSource":
     """Returns the source of calls: a trained run or a fresh model."""
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
-    from ...simulation.calls import CallSource, expert_maps_of
+    from ...planning.simulation.calls import CallSource, expert_maps_of
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from string import Template
 from typing import Any
 
-from ...own_parts import nearest
+from ...plugins import nearest
 from ...train.config.run_config import Config
 from ..job import JobError
 from .kuberay import gpus_per_node, plain_word

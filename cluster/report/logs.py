@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ...own_parts import runs_near, some_of
+from ...plugins import runs_near, some_of
 from ...train.record.process_log import older_pieces
 from ...train.record.redaction import redact, secret_values
 from ...train.record.untrusted import escaped, open_regular

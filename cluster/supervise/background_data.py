@@ -28,7 +28,7 @@ from ...data_pipeline.manifest import (
     is_prepared,
     read_manifest,
 )
-from ...own_parts import FOLDER
+from ...plugins import FOLDER
 from ..job import Launch, python_module
 from ..nodes import processes
 from ..report.data_progress import EXIT_FAILED, FAILED, last_record

@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..arrow_columns import number_column
 from ..errors import InputError, ShardError
 from ..prepare_config import DecontaminateConfig

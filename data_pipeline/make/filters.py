@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ...own_parts import import_own
+from ...plugins import import_own
 from ..atomic import atomic_write
 from ..errors import InputError, PrepareError
 from ..prepare_config import PrepareConfig
@@ -36,7 +36,7 @@ def set_up_rules(config: PrepareConfig, work: Path) -> None:
 
     Raises:
         InputError: an evaluation set cannot be read.
-        OwnPartError: a filter cannot be imported.
+        PluginError: a filter cannot be imported.
         PrepareError: an evaluation set has changed since the preparation began.
     """
     _function_rules(config)

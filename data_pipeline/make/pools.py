@@ -33,7 +33,7 @@ from importlib import import_module
 from multiprocessing import connection
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from ...own_parts import OwnPartError
+from ...plugins import PluginError
 from ..errors import DataError, InputError, PrepareError
 
 T = TypeVar("T")
@@ -305,11 +305,11 @@ class Failures:
         """Counts a task's failure, and returns whether to try it again.
 
         Raises:
-            DataError, OwnPartError: `error`, if it is the user's mistake.
+            DataError, PluginError: `error`, if it is the user's mistake.
         """
         if isinstance(error, InputError) and self._on_poison == "quarantine":
             return False
-        if isinstance(error, DataError | OwnPartError):
+        if isinstance(error, DataError | PluginError):
             raise error
         self._counts[task] += 1
         return self._counts[task] < ATTEMPTS

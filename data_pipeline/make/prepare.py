@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..errors import DataError, InputError, PrepareError, ShardError
 from ..manifest import (
     UNFINISHED,

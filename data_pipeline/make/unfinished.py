@@ -11,7 +11,7 @@ from glob import glob
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ...own_parts import PYTHON, some_of
+from ...plugins import PYTHON, some_of
 from ..atomic import TEMPORARY, atomic_write, explained_write_errors, read_record, write_record
 from ..errors import PrepareError
 from ..manifest import (

@@ -8,7 +8,7 @@ documents may be held out regardless of its hash.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..errors import InputError
 from ..prepare_config import PrepareConfig
 from ..tokenizers.hub import open_tokenizer

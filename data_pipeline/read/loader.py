@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError
 from .corruption import BatchFetcher, SkipList, open_fetcher

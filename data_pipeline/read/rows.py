@@ -19,7 +19,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from ...own_parts import PYTHON, named_function
+from ...plugins import PYTHON, named_function
 from ..errors import InputError
 from ..sources.files import content_of
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
@@ -97,7 +97,7 @@ def word_files(name: str) -> dict[str, bytes]:
 
     Raises:
         InputError: the function does not return distinct words.
-        OwnPartError: the function does not exist.
+        PluginError: the function does not exist.
     """
     where = f"tokenizer {name!r}"
     wants = "a function that returns words"

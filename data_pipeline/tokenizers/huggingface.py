@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
 from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder, plain_library

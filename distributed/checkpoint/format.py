@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from ...own_parts import runs_near
+from ...plugins import runs_near
 from ..layout import Layout
 
 SUM_BYTES = 16

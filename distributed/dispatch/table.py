@@ -8,7 +8,7 @@ even torch; choose.py imports a dispatcher's module when it creates one.
 
 from dataclasses import dataclass
 
-from ...own_parts import Wanted
+from ...plugins import Registry
 
 AUTO = "auto"
 LOCAL = "local"  # every expert is on this rank, so nothing is sent
@@ -68,7 +68,7 @@ DISPATCHERS: dict[str, DispatcherEntry] = {
 }
 
 
-DISPATCHER = Wanted(
+DISPATCHER = Registry(
     "mesh.dispatcher",
     "a dispatcher",
     dict.fromkeys([AUTO, LOCAL]) | DISPATCHERS,
@@ -81,7 +81,7 @@ def entry_of(name: str) -> DispatcherEntry:
     """Returns the table's entry of a dispatcher other than "local" and "auto".
 
     Raises:
-        OwnPartError: there is no such dispatcher.
+        PluginError: there is no such dispatcher.
     """
     return DISPATCHER.get(name)
 

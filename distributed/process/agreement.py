@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ...own_parts import own_digests
+from ...plugins import own_digests
 from ..layout import Layout, spell_ranks
 from ..local_shard import local_shard_of
 

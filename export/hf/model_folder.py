@@ -16,7 +16,7 @@ from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.interface import Tokenizer
 from ...distributed.checkpoint.format import StartProgress, StoredCheckpoint, open_checkpoint
 from ...model.config.model_config import ModelConfig
-from ...own_parts import is_own
+from ...plugins import is_own
 from ...train.config.run_config import Config, ConfigError
 from ..safetensors import (
     Description,

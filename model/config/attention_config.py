@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...own_parts import is_subclass
+from ...plugins import is_subclass
 from .sections import Section
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ...own_parts import Wanted, is_own
+from ...plugins import Registry, is_own
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Section:
         """Returns the entry of a kind, including a user's own (`module:Class`).
 
         Raises:
-            OwnPartError: there is none.
+            PluginError: there is none.
         """
         key, noun = f"model.{self.path}.kind", self.noun
-        return Wanted(key, noun, self.classes, self.own, self.fits).get(kind)
+        return Registry(key, noun, self.classes, self.own, self.fits).get(kind)
 
     def has(self, kind: Any) -> bool:
         """Returns whether a kind is known, or written as a user's own."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...own_parts import OwnPartError, Wanted
+from ...plugins import PluginError, Registry
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DepthStates:
 
 
 DepthLoss = Callable[[DepthStates], Tensor]
-DEPTH_LOSS = Wanted(
+DEPTH_LOSS = Registry(
     "train.losses",
     "a loss",
     {},
@@ -58,13 +58,13 @@ class WeightedLoss:
         """Computes the loss per sequence, (B,), without its weight.
 
         Raises:
-            OwnPartError: the function returns something else.
+            PluginError: the function returns something else.
         """
         value_B = self.function(states)
         wanted = states.tokens_BS.shape[:1]
         if not isinstance(value_B, Tensor) or value_B.shape != wanted:
             shape = tuple(value_B.shape) if isinstance(value_B, Tensor) else type(value_B).__name__
-            raise OwnPartError(
+            raise PluginError(
                 f"train.losses: {self.path} returned {shape}: it must return one value per sequence, "
                 f"a tensor of shape {tuple(wanted)}"
             )
@@ -75,7 +75,7 @@ def weighted_losses(weights: Mapping[str, float]) -> tuple[WeightedLoss, ...]:
     """Imports the losses named in `train.losses`.
 
     Raises:
-        OwnPartError: a function does not exist.
+        PluginError: a function does not exist.
     """
     return tuple(
         WeightedLoss(path, weight, DEPTH_LOSS.get(path)) for path, weight in weights.items()

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from ...kernels.fused.router import Gate, can_route, route_top_k
-from ...own_parts import OwnPartError
+from ...plugins import PluginError
 from ..balance import BALANCE, RunningSum, balance_value, choice_sums, document_sums
 from ..execution.recompute import save_choice
 from ..initialise import Initializer
@@ -50,7 +50,7 @@ class RouterConfig(BaseModel):
     @property
     def promises(self) -> Promises:
         """Returns what this configuration guarantees."""
-        raise OwnPartError(f"the router {self.kind!r} must define promises")
+        raise PluginError(f"the router {self.kind!r} must define promises")
 
     @property
     def evaluation_promises(self) -> Promises:
@@ -81,7 +81,7 @@ class RouterConfig(BaseModel):
     @property
     def experts_per_row(self) -> float:
         """Returns the mean number of experts per row before refusals, which gives its FLOPs."""
-        raise OwnPartError(f"the router {self.kind!r} must define experts_per_row")
+        raise PluginError(f"the router {self.kind!r} must define experts_per_row")
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Returns `experts_per_row`, or its value for these experts and a sequence's rows."""

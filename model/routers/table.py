@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from ...own_parts import is_subclass
+from ...plugins import is_subclass
 from ..config.sections import Section
 from ..initialise import Initializer
 from .cosine import CosineRouter

@@ -17,7 +17,7 @@ from moebius.evaluation.tasks.items import read_items, read_records
 from moebius.evaluation.tasks.table import PAPER_TASKS, TASKS
 from moebius.evaluation.tasks.task import Encoder, Judgement, Metric, Question, TaskError
 from moebius.evaluation.zero_shot import chosen_tasks, estimate, judge
-from moebius.own_parts import OwnPartError
+from moebius.plugins import PluginError
 
 TABLE = random_table(257, seed=4)
 MODEL = table_model(TABLE)
@@ -341,7 +341,7 @@ def test_the_papers_six_with_a_stand_in(tmp_path: Path) -> None:
     assert set(chosen_tasks(["all"], tmp_path)) == {*PAPER_TASKS, "cbt_style"}
     (tmp_path / "cbt.jsonl").unlink()
     assert "cbt_style" in chosen_tasks(["paper"], tmp_path)
-    with pytest.raises(OwnPartError, match=r"'hellaswg' is not a task; did you mean hellaswag\?"):
+    with pytest.raises(PluginError, match=r"'hellaswg' is not a task; did you mean hellaswag\?"):
         chosen_tasks(["hellaswg"], tmp_path)
     with pytest.raises(TaskError, match="is not a folder"):
         chosen_tasks(["paper"], tmp_path / "none")

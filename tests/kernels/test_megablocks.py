@@ -51,9 +51,6 @@ def test_without_data_it_need_not_be_there() -> None:
     assert resolve_backend("megablocks", torch.device("meta"), torch.bfloat16) == "megablocks"
 
 
-def test_the_line_and_the_file_ask_for_the_same() -> None:
-    lines = (ROOT / "requirements-megablocks.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if not line.startswith("#")]
-    assert megablocks.INSTALL_LINE.split()[-3:] == pins
+def test_the_line_and_the_page_ask_for_the_same() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     assert megablocks.INSTALL_LINE in page

@@ -17,7 +17,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.export.safetensors import export
 from moebius.model.layers import LayerNorm, router_logits
-from moebius.simulation.ranks import RequestedRanks, make_cluster
+from moebius.planning.simulation.ranks import RequestedRanks, make_cluster
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train

@@ -8,7 +8,7 @@ The supervisor imports this module, so it must not import torch at the top.
 """
 
 from ...data_pipeline.errors import DataError
-from ...own_parts import OwnPartError, own_digests
+from ...plugins import PluginError, own_digests
 
 EXIT_MISTAKE = 78  # EX_CONFIG of sysexits.h; ranks of other programs may use it too
 
@@ -28,7 +28,7 @@ def no_restart_mends(error: BaseException) -> bool:
 
     if isinstance(error, TypeError | AttributeError | NotImplementedError):
         return bool(own_digests())  # of a user's own part: another signature, or another kind
-    if not isinstance(error, ConfigError | DataError | OwnPartError | DeviceError):
+    if not isinstance(error, ConfigError | DataError | PluginError | DeviceError):
         return False
     origins = [step for step in _chain(error) if isinstance(step, OSError)]
     return all(isinstance(origin, _PERMANENT) for origin in origins)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ...own_parts import Wanted
+from ...plugins import Registry
 from .run_config import Config
 from .validation import KINDS, known_keys
 
@@ -113,8 +113,8 @@ def toml_value(value: Any) -> str:
 def _key(path: str, info: FieldInfo) -> Key:
     limits = " ".join(_limits(info.metadata))
     type_text = f"{_type_of(info.annotation)} {limits}".strip()
-    if wanted := [entry for entry in info.metadata if isinstance(entry, Wanted)]:
-        type_text = f"one of {', '.join(wanted[0].known)}, or module:name of your own"
+    if registries := [entry for entry in info.metadata if isinstance(entry, Registry)]:
+        type_text = f"one of {', '.join(registries[0].known)}, or module:name of your own"
     if limits and type_text.endswith(f" or none {limits}"):
         type_text = type_text.replace(f" or none {limits}", f" {limits} or none")
     default = _plain(info.get_default(call_default_factory=True))

@@ -17,7 +17,7 @@ from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...own_parts import OwnPartError, check_call, import_own, is_own, nearest, runs_near, some_of
+from ...plugins import PluginError, check_call, import_own, is_own, nearest, runs_near, some_of
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
@@ -179,7 +179,7 @@ def _recipe_values(
     try:
         recipe = import_own(name, where=where, wants=wants)
         check_call(recipe, (), {}, name, wants)
-    except OwnPartError as error:
+    except PluginError as error:
         raise ConfigError(str(error)) from error
     built = recipe()
     if not isinstance(built, Config):

@@ -27,7 +27,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...own_parts import runs_near
+from ...plugins import runs_near
 from ..optim import OPTIMIZER, SCHEDULE, OptimConfig
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
@@ -172,10 +172,10 @@ class Config(BaseModel):
         return self
 
     def import_parts(self) -> None:
-        """Imports every user's own part that a run needs (own_parts.py).
+        """Imports every user's own part that a run needs (plugins.py).
 
         Raises:
-            OwnPartError: one is absent or of the wrong kind.
+            PluginError: one is absent or of the wrong kind.
         """
         router = None if self.model.experts is None else self.model.experts.router
         DISPATCHER.get(self.mesh.dispatcher)

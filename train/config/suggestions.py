@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
-from ...own_parts import nearest
+from ...plugins import nearest
 
 # Names in other frameworks, by our key or by an answer: the last names of their keys. A dotted name is
 # a whole key; a dash stands for a blank. docs/words.md shows this table.

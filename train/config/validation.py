@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ...model.config.model_config import SECTIONS
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .suggestions import suggest

@@ -18,7 +18,7 @@ from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
-from ...own_parts import some_of
+from ...plugins import some_of
 from ..config.run_config import Config, ConfigError
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine

@@ -6,7 +6,7 @@ import os
 from moebius.cluster.report import json_lines
 from moebius.cluster.report.history import read_history
 from moebius.cluster.report.json_lines import JsonLinesTail, sampled
-from moebius.run_records import history
+from moebius.cluster.report.run_records import history
 
 
 def train(step: int, loss: float | str) -> dict:

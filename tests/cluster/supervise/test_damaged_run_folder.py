@@ -300,7 +300,7 @@ def test_a_training_run_makes_the_same_steps_while_its_files_vanish(tmp_path):
 
 
 def curve_of_whole_lines(run_dir: Path) -> dict[int, float]:
-    from moebius.run_records import history
+    from moebius.cluster.report.run_records import history
 
     found = {line["step"]: line["loss"] for line in history(run_dir).records() if "loss" in line}
     return {step: loss for step, loss in found.items() if 0 < step < 900}

@@ -14,7 +14,7 @@ from moebius.data_pipeline.errors import InputError, PrepareError
 from moebius.data_pipeline.make.filters import document_rules
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.own_parts import OwnPartError
+from moebius.plugins import PluginError
 
 ITEM = "which of the seven rivers that flow past the old mill carries most of the snow in april"
 FUNCTIONS = """
@@ -96,7 +96,7 @@ def test_drops_are_counted_by_reason(corpus: dict[str, Any], tmp_path: Path) -> 
 def test_a_filter_that_is_not_there_is_told_before_anything_is_made(
     path: str, message: str, corpus: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(OwnPartError, match=message) as caught:
+    with pytest.raises(PluginError, match=message) as caught:
         dropped(tmp_path / "data", corpus | {"filters": [path]})
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert not list((tmp_path / "data").glob("*.arrow"))

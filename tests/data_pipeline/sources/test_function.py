@@ -11,7 +11,7 @@ from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.own_parts import OwnPartError
+from moebius.plugins import PluginError
 
 FUNCTIONS = """
 import random
@@ -130,7 +130,7 @@ def test_a_function_that_declares_splits_is_called_for_each():
     ],
 )
 def test_a_function_that_cannot_be_used_is_one_clear_error(name, message):
-    with pytest.raises((InputError, OwnPartError), match=message):
+    with pytest.raises((InputError, PluginError), match=message):
         _read(name)
 
 
@@ -159,7 +159,7 @@ def test_settings_that_follow_a_name_reach_the_function():
     ],
 )
 def test_settings_that_a_function_does_not_take_are_one_clear_error(name, message):
-    with pytest.raises((InputError, OwnPartError), match=message):
+    with pytest.raises((InputError, PluginError), match=message):
         _read(name)
 
 

@@ -5,7 +5,7 @@ import pytest
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
-from moebius.own_parts import OwnPartError
+from moebius.plugins import PluginError
 
 MODULE = "words_of_a_test"
 FUNCTIONS = """
@@ -63,5 +63,5 @@ def test_a_word_that_is_not_there_is_an_error():
     ],
 )
 def test_what_gives_no_words_is_one_clear_error(name, message):
-    with pytest.raises((InputError, OwnPartError), match=message):
+    with pytest.raises((InputError, PluginError), match=message):
         open_tokenizer(f"python:{MODULE}:{name}")

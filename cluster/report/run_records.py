@@ -1,0 +1,154 @@
+"""Reads what runs recorded, from their folders alone: the half of `import moebius` without torch.
+
+    for run_dir in moebius.find_runs("runs"):
+        print(run_dir, moebius.status(run_dir).state)
+        losses = moebius.history(run_dir).frame("train")["loss"]    # with pandas
+        print(losses.rolling(20).mean())
+
+A run can be read during training or years later.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..job import JOURNAL, METRICS, JobStatus, parse_entries, read_status
+from ..stop import stop as _stop
+from .history import END_BYTES
+from .json_lines import JsonLinesTail, sampled
+from .run_report import find_runs as _find_runs
+
+if TYPE_CHECKING:
+    import pandas
+
+Record = dict[str, Any]
+
+_ONCE_A_STEP = ("train", "eval")
+
+
+class RunHistory:
+    """Reads one run's records as plain dictionaries, also while the run continues.
+
+    Every record has a `kind` ("start", "train", "eval", "checkpoint", …), a `time` in seconds since
+    the epoch, and usually a `step`; docs/formats.md lists the keys. Lines cut off by a kill are
+    skipped.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self._metrics = JsonLinesTail(run_dir / METRICS)
+        self._journal = JsonLinesTail(run_dir / JOURNAL)
+
+    def records(self) -> list[Record]:
+        """Returns all metrics so far, in the order of writing.
+
+        A run that resumes from a checkpoint records later steps again; the last record of each step
+        counts. A million steps take 20 s and 2.7 GiB; for curves of such a run, call `sample`.
+        """
+        return _last_of_each_step(JsonLinesTail(self.run_dir / METRICS).stream())
+
+    def sample(self) -> list[Record]:
+        """Returns enough metrics for curves: `records` of a short run, and of a long one a part.
+
+        Of more than 4 MiB, these are 2,000 steps, the evaluations and restarts near them (up to 256 MiB all),
+        and the end of the file. A million steps take a third of a second.
+        """
+        end = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=END_BYTES)
+        start = sampled(self.run_dir / METRICS, end=end.offset)
+        return _last_of_each_step(itertools.chain(start, end.stream()))
+
+    def frame(self, kind: str = "") -> "pandas.DataFrame":
+        """Returns `records` as a table of pandas, which must be installed.
+
+        Args:
+            kind: only records of this kind, such as "train" or "eval", with the columns that it
+                has; default: all.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("a table needs pandas: pip install pandas") from None
+        return pandas.DataFrame([r for r in self.records() if not kind or r.get("kind") == kind])
+
+    def new_records(self) -> Iterator[Record]:
+        """Yields the metrics written since the last call, including repeated steps."""
+        yield from map(_with_numbers, self._metrics.stream())
+
+    def new_states(self) -> Iterator[Record]:
+        """Yields the job's states since the last call.
+
+        Each has the keys `time`, `state` ("RUNNING", "RECOVERING", …), `generation`, `reason` and
+        `details`, a dictionary.
+        """
+        for entry in parse_entries(self._journal.stream()):
+            yield {
+                "time": entry.time,
+                "state": entry.state.value,
+                "generation": entry.generation,
+                "reason": entry.reason,
+                "details": entry.details,
+            }
+
+
+def history(run_dir: str | PathLike[str]) -> RunHistory:
+    """Returns the reader of a run's records; a folder without any has an empty history."""
+    return RunHistory(Path(run_dir))
+
+
+def status(run_dir: str | PathLike[str]) -> JobStatus:
+    """Returns how a run is: its state, step and loss, and why it ended.
+
+    Raises:
+        JobError: there is no run in this folder.
+    """
+    return read_status(Path(run_dir))
+
+
+def stop(run_dir: str | PathLike[str], *, now: bool = False) -> JobStatus:
+    """Ends a run at the next step boundary with a checkpoint, waits, and returns its status.
+
+    Args:
+        run_dir: of the run.
+        now: end at once, without a checkpoint.
+
+    Raises:
+        JobError: there is no run in this folder, or it does not end.
+    """
+    return _stop(Path(run_dir).absolute(), now=now)
+
+
+def find_runs(folder: str | PathLike[str]) -> list[Path]:
+    """Returns the run folders up to three levels below a folder, most recently active first.
+
+    A run folder contains only itself.
+    """
+    return sorted(_find_runs(Path(folder)), key=_active_at, reverse=True)
+
+
+def _active_at(run_dir: Path) -> float:
+    try:
+        return (run_dir / JOURNAL).stat().st_mtime
+    except OSError:  # the run has been deleted
+        return 0.0
+
+
+def _last_of_each_step(records: Iterable[Record]) -> list[Record]:
+    found: dict[Any, Record] = {}
+    for number, record in enumerate(records):
+        kind = record.get("kind")
+        key = (kind, record["step"]) if kind in _ONCE_A_STEP else number
+        found.pop(key, None)  # move it to its later position
+        found[key] = _with_numbers(record)
+    return list(found.values())
+
+
+def _with_numbers(record: Record) -> Record:
+    """Returns a record with a numeric loss; files hold nan as text, because JSON has no nan."""
+    if isinstance(record.get("loss"), str):
+        record["loss"] = float(record["loss"])
+    return record

@@ -1,0 +1,275 @@
+"""A user's own parts (routers, losses, sources, …), named as `module:name` in a configuration.
+
+Every key that selects a part by a known name also takes `module:name`. Python's import system finds
+the module, last in the folder that started the command or the job. Every process imports it on
+first use, so on a cluster that folder must exist on every node, or the module must be installed or
+on PYTHONPATH there.
+
+A function's settings follow as in a URL: `module:function?length=32&letters=4`.
+
+This module is below all packages and imports none of them.
+"""
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
+
+PYTHON = "python:"
+"""Prefix of an input's or tokenizer's name that a function provides."""
+FOLDER = "MOEBIUS_FOLDER"
+"""Environment variable with the folder that a job was started from, in its processes."""
+
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_digests: dict[str, str] = {}
+_MOST = 10  # words in a message
+_MOST_COMPARED = 10_000  # in 0.3 s
+
+
+class PluginError(ValueError):
+    """Reports why a user's own part cannot be loaded, and what to do."""
+
+
+def is_own(name: str) -> bool:
+    """Returns whether a text has the form `module:name`, with or without settings."""
+    return bool(_PATH.fullmatch(name.partition("?")[0]))
+
+
+def is_subclass(found: Any, base: type) -> bool:
+    """Returns whether something is a class derived from `base`."""
+    return isinstance(found, type) and issubclass(found, base)
+
+
+def is_function(found: Any) -> bool:
+    """Returns whether something can be called and is no class, whose result would be an object."""
+    return callable(found) and not isinstance(found, type)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the known word closest to `word`; "" if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def some_of(words: Iterable[Any], near: str = "", *, between: str = ", ", most: int = 200) -> str:
+    """Returns at most ten words for a message, those nearest to `near` first, and how many more."""
+    known = [word if len(word) <= most else f"{word[:most]}…" for word in map(str, words)]
+    shown = known
+    if near and _MOST < len(known) <= _MOST_COMPARED:
+        shown = difflib.get_close_matches(near, known, n=_MOST, cutoff=0.0)
+    more = f"{between.strip(' ,;')} and {len(known) - _MOST:,} more" if len(known) > _MOST else ""
+    return between.join(shown[:_MOST]) + more if known else "none"
+
+
+def runs_near(path: Path) -> str:
+    """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
+    if _is_run(path):
+        return ""
+    folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
+    found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
+    runs = {run.name: run for run in found if _is_run(run)}
+    if not runs:
+        return "; there is no run here: `moebius train smoke` makes the first one"
+    close = difflib.get_close_matches(path.name, runs, n=1)
+    if close and not os.path.isdir(path):
+        return f"; did you mean {runs[close[0]]}?"
+    return f"; runs here: {some_of(runs.values(), str(path))}"
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "journal.jsonl") or os.path.isdir(folder / "checkpoints")
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """Describes the parts that one key takes: known names, and the requirements of a user's own.
+
+    In `Annotated[str, …]` it is the type of such a key and checks only the spelling of its value.
+    It imports nothing, so a configuration can be read without the user's module.
+    """
+
+    key: str  # of the configuration
+    noun: str  # "a dispatcher"
+    known: Mapping[str, Any]  # by name
+    own: str  # what a user's own part must be: "a function of a tensor"
+    fits: Callable[[Any], bool] = is_function
+    settings: bool = False  # whether a user's own function may take settings
+    takes: int | None = None  # how many positional arguments it is called with; None: unchecked
+
+    def get(self, name: str) -> Any:
+        """Returns the part of that name, with its settings bound.
+
+        Raises:
+            PluginError: there is none, or it is something else.
+        """
+        try:
+            self.check(name)
+        except PluginError as error:
+            raise PluginError(f"{self.key}: {error}") from None
+        if name in self.known:
+            return self.known[name]
+        path, settings = split_settings(name, where=self.key)
+        found = import_own(path, where=self.key, wants=self.own, fits=self.fits)
+        if self.takes is not None:
+            check_call(found, (None,) * self.takes, settings, f"{self.key}: {path}", self.own)
+        return partial(found, **settings) if settings else found
+
+    def check(self, name: str) -> str:
+        """Returns the name if it is spelled correctly.
+
+        Raises:
+            PluginError: it is neither known nor `module:name`.
+        """
+        if name in self.known or (is_own(name) and (self.settings or "?" not in name)):
+            return name
+        known = f"choose {', '.join(self.known)}, or " if self.known else ""
+        raise PluginError(
+            f"{name!r} is not {self.noun}{nearest(name, self.known) or ':'} {known}write module:name "
+            f"of your own, which must be {self.own}"
+        )
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> "CoreSchema":
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+def named_function(
+    name: str, *, where: str, wants: str
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the function of a name like `python:module:function?length=32`, and its settings.
+
+    Raises:
+        PluginError: the name is malformed, or the function does not exist.
+    """
+    path, settings = split_settings(name.removeprefix(PYTHON), where=where)
+    if not is_own(path):
+        raise PluginError(f"{where}: write {PYTHON}package.module:function")
+    return import_own(path, where=where, wants=wants), settings
+
+
+def split_settings(path: str, *, where: str) -> tuple[str, dict[str, Any]]:
+    """Returns the function's path and its settings, numbers where they parse as such.
+
+    Raises:
+        PluginError: the settings are not `name=value&name=value`, or a name occurs twice.
+    """
+    path, mark, query = path.partition("?")
+    if not mark:
+        return path, {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+    except ValueError:
+        pairs = []
+    names = [name for name, _ in pairs]
+    if not names or len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
+        raise PluginError(
+            f"{where}: what follows the question mark is {query!r}: write each setting once, as "
+            "function?name=value&name=value"
+        )
+    return path, {name: _number_or_text(value) for name, value in pairs}
+
+
+def _number_or_text(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool] = callable) -> Any:
+    """Imports the object that a path names.
+
+    Args:
+        path: `module:name`.
+        where: the key that names it, for messages.
+        wants: what it must be, for messages, for example "a function of a text".
+        fits: whether an object is that.
+
+    Raises:
+        PluginError: there is no such object, or it is something else.
+    """
+    module_name, _, attributes = path.partition(":")
+    found = _import_module(module_name, where)
+    for name in attributes.split("."):
+        if not hasattr(found, name):
+            raise PluginError(f"{where}: {module_name} has no {attributes!r}: check the name")
+        found = getattr(found, name)
+    if not fits(found):
+        raise PluginError(
+            f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
+        )
+    return found
+
+
+def check_call(
+    found: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    settings: Mapping[str, Any],
+    where: str,
+    wants: str,
+) -> None:
+    """Checks that a function takes these arguments, without calling it.
+
+    Raises:
+        PluginError: it does not.
+    """
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of some functions in C, Python knows no signature
+        return
+    try:
+        signature.bind(*arguments, **settings)
+    except TypeError as error:
+        raise PluginError(
+            f"{where}{signature} cannot be called: {error}: it must be {wants}"
+        ) from None
+
+
+def own_digests() -> dict[str, str]:
+    """Returns the sha256 of every module that this process imported parts from."""
+    return dict(_digests)
+
+
+def folder_of_job() -> str:
+    """Returns the folder that this command, or this process's job, was started from."""
+    return os.environ.get(FOLDER) or os.getcwd()
+
+
+def _import_module(name: str, where: str) -> Any:
+    folder = folder_of_job()
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that no file there shadows a library
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        advice = (
+            f"start from the folder that holds it (this is {folder}), put that folder on PYTHONPATH, "
+            "or install the module; on every node"
+            if error.name and f"{name}.".startswith(f"{error.name}.")
+            else f"{name} imports it: install it"
+        )
+        raise PluginError(f"{where}: there is no module {error.name!r}: {advice}") from error
+    except Exception as error:
+        raise PluginError(
+            f"{where}: {name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    file = getattr(module, "__file__", None)
+    if file and name not in _digests:
+        _digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return module
