@@ -26,6 +26,7 @@ from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.model.loops.depth import PassDepth
+from moebius.model.loops.steps import PassOptions
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.family import FAMILY
 
@@ -81,8 +82,8 @@ def measure(model: Transformer, positions: int, rounds: int) -> dict[str, Any]:
 
 
 def run(model: Transformer, tokens: torch.Tensor, depth: PassDepth) -> None:
-    model.training_depth = depth
-    model(tokens[:, :-1], targets_BS=tokens[:, 1:]).cross_entropy.backward()
+    output = model(tokens[:, :-1], targets_BS=tokens[:, 1:], options=PassOptions(depth=depth))
+    output.cross_entropy.backward()
     model.zero_grad()
 
 

@@ -66,7 +66,6 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
     if model.head.weight is not None:  # else it reads the embedding
         _shard(model.head, dense, products, whole, free=False)
     _shard(model, dense, exact, whole, free=False)
-    model.casts_weights = False
     _prefetch(model, banks_of)
     _Passes(model, list(_units(model)))
 

@@ -70,10 +70,9 @@ def measure(
         restored = restore(run_dir, process, step=step, loops=loops)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
-            restored.model.exit_rule = exit_rule
         train = restored.config.train.model_copy(update={"eval_rows": max_rows})
         config = restored.config.model_copy(update={"train": train})
-        result = evaluate(restored.model, config, process, split=split)
+        result = evaluate(restored.model, config, process, split=split, exit_rule=exit_rule)
     return Measurement(restored.step, split, result)
 
 

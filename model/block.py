@@ -24,10 +24,10 @@ from .attention.base import DepthContext
 from .balance import RouterReport, report_routing
 from .config.model_config import ModelConfig
 from .execution.draws import drawing
-from .execution.recompute import Recompute, recomputing, run_recomputed
-from .halting import Unhalted
+from .execution.recompute import recomputing, run_recomputed
 from .initialise import Initializers
 from .layers import NORM, DenseMLP, LayerNorm
+from .loops.halting import Unhalted
 from .moe import SparseFeedForward
 from .routers.router import Router
 from .routing import Routing
@@ -53,7 +53,6 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = config.norm
         self.backend = backend
-        self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
         make_norm = NORM.get(config.norm_layer)
         self.attention_norm = make_norm(config.d_model)
         self.attention = make_attention(config, initializers, backend=backend)
@@ -97,12 +96,12 @@ class Layer(nn.Module):
         Returns:
             The new residual stream, and the routers' reports by kind.
         """
-        if self.recompute == "none" or context.cache is not None or not torch.is_grad_enabled():
+        if context.recompute == "none" or context.cache is not None or not torch.is_grad_enabled():
             return self._step(context, x_BSD)
         unhalted = context.unhalted
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
         step = partial(self._step, replace(context, unhalted=None))
-        return run_recomputed(self.recompute, self, step, x_BSD, *halting)
+        return run_recomputed(context.recompute, self, step, x_BSD, *halting)
 
     def _step(
         self, context: DepthContext, x_BSD: Tensor, *halting: Tensor

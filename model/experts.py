@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..kernels.functional import routed_linear, routed_mlp
 from ..kernels.reference import activation_function, columns_of
 from ..plugins import is_own
+from .execution.recompute import keeps_operands
 from .initialise import Initializer, parameter
 from .routing import Routes
 
@@ -35,8 +36,6 @@ class ExpertMLPs(nn.Module):
         self.backend, self.activation = backend, activation
         self.own_activation = activation_function(activation) if is_own(activation) else None
         self.products_dtype: torch.dtype | None = None
-        # weight gradients wait for all repeats; turned off from outside if that keeps too much
-        self.defer = True
         columns = columns_of(d_expert, activation)
         self.w_up = parameter(num_experts, d_model, columns, init=up_init)
         self.w_down = parameter(num_experts, d_expert, d_model, init=down_init)
@@ -65,7 +64,7 @@ class ExpertMLPs(nn.Module):
             b_up_EF=self.b_up,
             b_down_EO=self.b_down,
             backend=self.backend,
-            defer=self.defer,
+            defer=keeps_operands(),
         )
 
     def _by_two_products(
@@ -75,7 +74,7 @@ class ExpertMLPs(nn.Module):
 
         Keeps the hidden rows of all routes, before and after the activation.
         """
-        given = {"backend": self.backend, "defer": self.defer}
+        given = {"backend": self.backend, "defer": keeps_operands()}
         own_N = torch.arange(len(routes.expert_N), device=x_UD.device)
         up = replace(
             routes,
@@ -104,8 +103,6 @@ class ExpertLinears(nn.Module):
         super().__init__()
         self.backend = backend
         self.products_dtype: torch.dtype | None = None
-        # weight gradients wait for all repeats; turned off from outside if that keeps too much
-        self.defer = True
         self.weight = parameter(num_experts, d_in, d_out, init=init)
 
     @property
@@ -115,4 +112,6 @@ class ExpertLinears(nn.Module):
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """Applies experts to (U, d_in) rows and returns weighted sums, (num_targets, d_out)."""
-        return routed_linear(x_UD, self.weight, routes, backend=self.backend, defer=self.defer)
+        return routed_linear(
+            x_UD, self.weight, routes, backend=self.backend, defer=keeps_operands()
+        )

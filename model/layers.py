@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels.fused.rotary import rotate_pair, rotate_reference, runs_fused
 from ..kernels.reference import activation_function, columns_of
 from ..plugins import Registry, is_subclass
+from .config.attention_config import AttentionConfig
 from .initialise import Initializer, ones, parameter, zeros
 
 
@@ -148,6 +149,21 @@ def rotary_table(positions: Tensor, width: int, base: float) -> RotaryTable:
     angles = positions[..., None] * base ** (-exponents / max(width, 1))
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotary_of(
+    config: AttentionConfig, x_BSD: Tensor, past: int, positions_BS: Tensor | None
+) -> RotaryTable | None:
+    """Returns the table of the new positions, once for all depth steps; None: attention has its own.
+
+    Without positions they follow `past` others in every row.
+    """
+    if config.kind == "momha":
+        return None
+    positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
+    if positions_BS is not None:
+        positions = positions_BS[:, None]
+    return rotary_table(positions.to(wide_dtype(x_BSD)), config.rotary_channels, config.rotary_base)
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:

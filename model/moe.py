@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .config.model_config import ModelConfig
 from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
-from .halting import Unhalted
 from .initialise import Initializers, uniform, xavier_uniform
 from .layers import NORM, DenseMLP, Linear
+from .loops.halting import Unhalted
 from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
 

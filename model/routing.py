@@ -44,7 +44,7 @@ class Routes:
     per_target, so a backend sums without an index. `per_expert`: route n goes through expert n //
     per_expert, on every rank alike, so counts are known and nothing is sorted. `equal_blocks`: each
     token has equally many routes to each of so many equal blocks of experts, in order, as heads
-    with their own experts do.
+    with their own experts do, and every rank has equally many tokens.
     """
 
     source_N: Tensor  # int64
@@ -260,11 +260,12 @@ def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) ->
 
 
 def token_to_head_routes(
-    experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, own_experts: bool = False
+    experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, equal_blocks: bool = False
 ) -> Routes:
     """Routes every token to each of its H heads, through K experts for each (token, head).
 
-    Experts are numbered over all heads. `own_experts`: each head has an equal block of them.
+    Experts are numbered over all heads. `equal_blocks`: each head has an equal block of them, and all
+    ranks have equally many rows.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
     return routes_by_rule(
@@ -274,16 +275,16 @@ def token_to_head_routes(
         num_targets=num_tokens * num_heads,
         per_source=num_heads * top_k,
         per_target=top_k,
-        equal_blocks=num_heads if own_experts else 0,
+        equal_blocks=num_heads if equal_blocks else 0,
     )
 
 
 def head_to_token_routes(
-    experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, own_experts: bool = False
+    experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, equal_blocks: bool = False
 ) -> Routes:
     """Routes every (token, head) row through its K experts to the token, which sums them.
 
-    `own_experts`: each head has an equal block of the experts.
+    `equal_blocks`: as there.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
     return routes_by_rule(
@@ -293,7 +294,7 @@ def head_to_token_routes(
         num_targets=num_tokens,
         per_source=top_k,
         per_target=num_heads * top_k,
-        equal_blocks=num_heads if own_experts else 0,
+        equal_blocks=num_heads if equal_blocks else 0,
     )
 
 

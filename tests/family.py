@@ -1,8 +1,10 @@
 """Every architecture of the family, small enough to test all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
 from moebius.model.loops.depth import PassDepth
+from moebius.model.loops.steps import PassOptions
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
+from moebius.train.micro_batches import MicroBatch
 from moebius.train.recipes.family import FAMILY
 
 NAMES = tuple(FAMILY)
@@ -62,14 +66,43 @@ def some_tokens(*shape: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Ten
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def set_options(model: Transformer, **changes: Any) -> None:
+    """Changes the options of all further passes of a model."""
+    if model not in _OPTIONS:
+        model.register_forward_pre_hook(
+            lambda module, args, given: (args, given | {"options": _OPTIONS[module]}),
+            with_kwargs=True,
+            prepend=True,
+        )
+    _OPTIONS[model] = replace(_OPTIONS.get(model, PassOptions()), **changes)
+
+
+_OPTIONS: MutableMapping[Any, PassOptions] = WeakKeyDictionary()
+
+
+def micro_batch_of(rows_BS1: Tensor, **given: Any) -> MicroBatch:
+    """Returns the micro-batch of rows of tokens, each the target of the one before it."""
+    return MicroBatch(rows_BS1[:, :-1], rows_BS1[:, 1:], **given)
+
+
 def gradients_of(
-    model: Transformer, dtype: torch.dtype, rows: Tensor, **options: Any
+    model: Transformer,
+    dtype: torch.dtype,
+    rows: Tensor,
+    *,
+    global_targets: int | None = None,
+    **given: Any,
 ) -> dict[str, Tensor]:
     """Returns the loss of a micro-batch that is a whole batch, and all its gradients, by name."""
     model.before_step(0)
     torch.manual_seed(0)
     forward = partial(forward_in, model, dtype)
-    result = micro_batch_loss(forward, rows, global_sequences=len(rows), **options)
+    result = micro_batch_loss(
+        forward,
+        micro_batch_of(rows, **given),
+        global_sequences=len(rows),
+        global_targets=global_targets,
+    )
     result.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": result.loss.detach()} | found

@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "the loss is divided by this rank's sequences, not by all ranks'", "train/loss.py",
         "output.cross_entropy / (global_sequences * "
-        "inputs_BS.shape[1])", "output.cross_entropy / inputs_BS.numel()",
+        "micro_batch.inputs_BS.shape[1])", "output.cross_entropy / micro_batch.inputs_BS.numel()",
         ("tests/train/test_parity.py::test_a_step_is_what_the_formulas_say",),
     ),
     Mutant(

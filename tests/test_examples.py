@@ -28,6 +28,7 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, forward_flops, is_upper_bound
 from moebius.model.execution.depth_losses import weighted_losses
 from moebius.model.initialise import initialise
+from moebius.model.loops.steps import PassOptions
 from moebius.model.transformer import Transformer
 from moebius.planning.communication import dispatch_direction, exchange_traffic
 from moebius.planning.workload import Bank
@@ -210,8 +211,8 @@ def test_the_loss_is_that_of_all_logits() -> None:
     initialise(model, 0)
     tokens = torch.randint(257, (3, 9), generator=torch.Generator().manual_seed(0))
     without = model(tokens[:, :-1], targets_BS=tokens[:, 1:])
-    model.depth_losses = weighted_losses({f"{LOSS}?power=2": 0.5})
-    output = model(tokens[:, :-1], targets_BS=tokens[:, 1:])
+    options = PassOptions(depth_losses=weighted_losses({f"{LOSS}?power=2": 0.5}))
+    output = model(tokens[:, :-1], targets_BS=tokens[:, 1:], options=options)
     states: list[Tensor] = []
     for layer in model.group:
         layer.register_forward_hook(lambda *call: states.append(call[-1][0]))

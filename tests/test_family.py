@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from family import MAGNIFIES, NAMES, make_uneven, some_tokens, tiny_config, tiny_model
+from family import (
+    MAGNIFIES,
+    NAMES,
+    make_uneven,
+    micro_batch_of,
+    some_tokens,
+    tiny_config,
+    tiny_model,
+)
 from meshes import model_on
 from pairwise import slow_but
 from parts import make_config
@@ -60,7 +68,9 @@ def loss_of(model: Transformer, rows: Tensor, dtype: torch.dtype, *, rank: int) 
     """Returns one micro-batch's share of the loss, with random draws seeded by rank."""
     torch.manual_seed(rank)
     forward = partial(forward_in, model, dtype)
-    return micro_batch_loss(forward, rows, global_sequences=RANKS * MICRO_BATCH).loss
+    return micro_batch_loss(
+        forward, micro_batch_of(rows), global_sequences=RANKS * MICRO_BATCH
+    ).loss
 
 
 def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:

@@ -15,6 +15,8 @@ from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
 from ..model.documents import Documents
 from ..model.execution.precision import forward_in, products_dtype
+from ..model.loops.exits import ExitRule
+from ..model.loops.steps import PassOptions
 from ..model.transformer import Transformer
 from .config.run_config import Config
 from .micro_batches import document_use
@@ -109,7 +111,12 @@ def read_rows(
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, config: Config, process: Process, *, split: str = "validation"
+    model: Transformer,
+    config: Config,
+    process: Process,
+    *,
+    split: str = "validation",
+    exit_rule: ExitRule | None = None,
 ) -> Evaluation:
     """Measures the loss over a split of the data, per counted target; a collective call.
 
@@ -121,7 +128,7 @@ def evaluate(
     Raises:
         ValueError: no target of the split counts.
     """
-    dtype = products_dtype(config.train.precision)
+    dtype, options = products_dtype(config.train.precision), PassOptions(exit_rule=exit_rule)
     sums = torch.zeros(4, dtype=torch.float64, device=process.device)
     model.eval()
     for rows in read_rows(
@@ -132,7 +139,7 @@ def evaluate(
         rank=process.rank,
         num_ranks=process.world_size,
     ):
-        output = forward_in(model, dtype, rows.tokens_BS, documents=rows.documents)
+        output = forward_in(model, dtype, rows.tokens_BS, documents=rows.documents, options=options)
         losses = F.cross_entropy(
             output.logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none"
         )

@@ -13,22 +13,22 @@ from .evaluate import evaluate
 from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .record.heartbeat import Phase
-from .run import Run, StepResult, save
+from .run import OpenRun, Run, StepResult, save
 
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 
 
-def log_step(run: Run, result: StepResult) -> None:
+def log_step(run: OpenRun, result: StepResult) -> None:
     """Sums the step's statistics over the ranks and writes them to the log.
 
     It logs this process's first step, every `train.log_every`-th and the last. Times are means over
     the steps since the last line; `data_wait_s` is summed over ranks.
     """
-    run.clock.count_step()
+    run.state.clock.count_step()
     number, train = run.progress.step, run.config.train
     if not (result.is_last or is_logged(run, number)):
         return
-    step_s, data_wait_s = run.clock.read(waited_s=run.loader.wait_s)
+    step_s, data_wait_s = run.state.clock.read(waited_s=run.loader.wait_s)
     sums = result.meter.reduce(digest=result.batch.digest, data_wait_s=data_wait_s)
     counted = result.counted_targets
     tokens = train.global_batch * run.config.data.seq_len
@@ -54,17 +54,17 @@ def log_step(run: Run, result: StepResult) -> None:
 
 def is_logged(run: Run, number: int) -> bool:
     """Returns whether a step will be logged, unless it is the last, which always is."""
-    return number == run.first_step or due(number, run.config.train.log_every)
+    return number == run.state.first_step or due(number, run.config.train.log_every)
 
 
-def log_spike(run: Run, result: StepResult) -> None:
+def log_spike(run: OpenRun, result: StepResult) -> None:
     """Logs the step if it was a spike."""
     if result.spike is not None:
         spike = asdict(result.spike)
         run.log.write("spike", run.progress.step, first_sample=result.batch.first_sample, **spike)
 
 
-def move_experts(run: Run, result: StepResult) -> None:
+def move_experts(run: OpenRun, result: StepResult) -> None:
     """Counts the load, and rebalances experts every `mesh.rebalance_every` steps."""
     run.expert_placement.count(result.meter.loads())
     moved = run.expert_placement.decide(run.progress.step)
@@ -72,13 +72,13 @@ def move_experts(run: Run, result: StepResult) -> None:
         run.log.write("expert_placement", run.progress.step, **asdict(moved))
 
 
-def save_checkpoint(run: Run, result: StepResult) -> None:
+def save_checkpoint(run: OpenRun, result: StepResult) -> None:
     """Saves every `checkpoint.every` steps and after the last."""
     if result.is_last or due(run.progress.step, run.config.checkpoint.every):
         save(run)
 
 
-def evaluate_validation(run: Run, result: StepResult) -> None:
+def evaluate_validation(run: OpenRun, result: StepResult) -> None:
     """Evaluates every `train.eval_every` steps and at the end, unless the run was stopped."""
     finished = run.progress.step == run.config.train.steps
     is_due = not result.stop and due(run.progress.step, run.config.train.eval_every)
@@ -87,17 +87,17 @@ def evaluate_validation(run: Run, result: StepResult) -> None:
         run.restart_clock()
 
 
-def log_checkpoints(run: Run, _result: StepResult) -> None:
+def log_checkpoints(run: OpenRun, _result: StepResult) -> None:
     """Logs the checkpoints completed since the last step."""
     log_saved(run)
 
 
-def end_trace(run: Run, _result: StepResult) -> None:
+def end_trace(run: OpenRun, _result: StepResult) -> None:
     """Writes the step's trace, if `train.profile` asks for one."""
     run.traces.end(run.progress.step)
 
 
-HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
+HOOKS: tuple[Callable[[OpenRun, StepResult], None], ...] = (
     end_trace,
     log_step,
     log_spike,
@@ -108,7 +108,7 @@ HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
 )
 
 
-def evaluate_run(run: Run) -> None:
+def evaluate_run(run: OpenRun) -> None:
     """Measures the validation loss and logs it."""
     # Evaluate a scheduled router as the next step would use it.
     run.model.before_step(run.progress.step)
@@ -125,7 +125,7 @@ def evaluate_run(run: Run) -> None:
     )
 
 
-def finish(run: Run, state: str) -> None:
+def finish(run: OpenRun, state: str) -> None:
     """Waits for the last checkpoint and its second copy, and records how the run ended."""
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.wait()

@@ -12,14 +12,14 @@ on many nodes.
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..data_pipeline.read.loader import Batch
-from ..distributed.dispatch.base import equal_rows
 from ..distributed.dispatch.choose import counters_of
 from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
@@ -27,15 +27,21 @@ from ..model.execution.precision import forward_in, products_dtype
 from .config.run_config import Config
 from .hooks import HOOKS, evaluate_run, finish, is_logged
 from .loss import micro_batch_loss
-from .metrics.run_lines import open_log
-from .metrics.sinks import check_sinks
+from .metrics.run_lines import write_start
+from .metrics.sinks import check_sinks, open_metrics
 from .metrics.step_metrics import StepMeter
-from .micro_batches import MicroBatch, count_targets, document_use, draw_depths, split_batch
+from .micro_batches import (
+    MicroBatch,
+    count_targets,
+    document_use,
+    options_of_passes,
+    split_batch,
+)
 from .optim import learning_rate_at, set_rates
-from .rank_data import next_batch, open_data
+from .rank_data import next_batch, open_loader
 from .record.heartbeat import PhaseClock, open_heartbeat
-from .run import Run, StepResult, assemble, resume
-from .state import check_state, draws_of, seed_micro_batch
+from .run import OpenRun, Run, StepResult, assemble, resume
+from .state import check_state, seed_micro_batch
 
 
 def train(config: Config, run_dir: Path) -> str:
@@ -56,22 +62,23 @@ def train(config: Config, run_dir: Path) -> str:
         ExitStack() as logs,
     ):
         clock.mark("join")
-        run = assemble(config, run_dir, process)
-        run.heartbeat = heartbeat
-        check_sinks(config, run.checkpoints.on_rank_0)
+        parts = assemble(config, run_dir, process, heartbeat)
+        check_sinks(config, parts.checkpoints.on_rank_0)
         clock.mark("build")
-        position = resume(run)
+        resumed = resume(parts)
         clock.mark("load")
-        with open_data(run, position):
+        with closing(open_loader(parts, resumed and resumed.position)) as loader:
             clock.mark("loader")
-            log = open_log(run, resumed=position is not None, start_s=clock.rounded())
-            logs.enter_context(log)
+            first_step, active = parts.state.first_step, process.rank == 0
+            metrics = open_metrics(config, run_dir, active=active, first_step=first_step)
+            run = OpenRun(**vars(parts), loader=loader, log=logs.enter_context(metrics))
+            write_start(run, resumed, clock.rounded())
             state = train_steps(run)
         finish(run, state)
         return state
 
 
-def train_steps(run: Run) -> str:
+def train_steps(run: OpenRun) -> str:
     """Runs the steps, each followed by the hooks.
 
     Returns:
@@ -113,7 +120,6 @@ def step(
     counted_targets = count_targets(micro_batches, device)
 
     run.model.before_step(run.progress.step)
-    run.model.measures_loops = is_logged(run, run.progress.step + 1)
     run.optimizer.zero_grad()
     began_s = time.perf_counter()
     meter = StepMeter()
@@ -129,7 +135,7 @@ def step(
         max_norm=run.config.optim.clip_norm,
         numbers=[run.end_is_requested(), not data_ready(), *loss],
     )
-    run.data_is_late = waiting > 0
+    run.state.data_is_late = waiting > 0
     skipped, spike = run.judge.why_skipped(grad_norm, counted_targets, global_loss)
     update_weights(run, meter, batch, rate=rate, skipped=skipped)
     return StepResult(
@@ -152,25 +158,19 @@ def accumulate_gradients(
     config = run.config
     forward = partial(forward_in, run.model, products_dtype(config.train.precision))
     counters_before = counters_of(run.model)
-    device, first_index = run.process.device, run.process.rank * len(micro_batches)
-    depths = draw_depths(config, run.progress.step, run.process, len(micro_batches))
-    for index, micro_batch in enumerate(micro_batches, start=first_index):
-        place = config.train.seed, run.progress.step, index
-        seed_micro_batch(*place)
-        run.model.training_depth = depth = depths[index - first_index]
-        run.model.training_draws = draws_of(*place, config.train.micro_batch, device)
-        same = micro_batch.equal_rows and depth.of_sequence is None
-        promise = equal_rows() if same else nullcontext()
-        with promise:
-            result = micro_batch_loss(
-                forward,
-                micro_batch.inputs_BS,
-                targets_BS=micro_batch.targets_BS,
-                global_sequences=config.train.global_batch,
-                loss_mask_BS=micro_batch.loss_mask_BS,
-                global_targets=global_targets,
-                documents=micro_batch.documents,
-            )
+    first_index = run.process.rank * len(micro_batches)  # over all ranks
+    is_measured = is_logged(run, run.progress.step + 1)
+    passes = options_of_passes(config, run.progress.step, run.process, micro_batches)
+    pairs = zip(micro_batches, passes, strict=True)
+    for index, (micro_batch, options) in enumerate(pairs, start=first_index):
+        seed_micro_batch(config.train.seed, run.progress.step, index)
+        result = micro_batch_loss(
+            forward,
+            micro_batch,
+            global_sequences=config.train.global_batch,
+            global_targets=global_targets,
+            options=replace(options, measures_loops=is_measured, depth_losses=run.depth_losses),
+        )
         result.loss.backward()
         meter.add(result)
     meter.count_exchanges(counters_before, counters_of(run.model))
@@ -188,7 +188,7 @@ def update_weights(
         if not run.progress.updates:
             check_state(run.model, run.optimizer)
         run.model.after_step(run.progress.step, carried)
-    run.progress = run.progress.after_step(
+    run.state.progress = run.progress.after_step(
         samples=batch.first_sample + config.train.global_batch,
         tokens=config.train.global_batch * config.data.seq_len,
         updated=skipped is None,

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..model.balance import DepthLoad
 from ..model.documents import Documents
+from ..model.loops.steps import PassOptions
 from ..model.transformer import ModelOutput
+from .micro_batches import MicroBatch
 
 
 class Forward(Protocol):
@@ -30,12 +32,9 @@ class Forward(Protocol):
         targets_BS: Tensor,
         loss_mask_BS: Tensor | None,
         documents: Documents | None,
+        options: PassOptions,
     ) -> ModelOutput:
-        """Returns the loss of tokens given their next tokens, both (B, S) int64.
-
-        `loss_mask_BS`: bool, which targets count; None: all. `documents`: of the tokens; None:
-        every row is one.
-        """
+        """Returns the loss of tokens given their next tokens, as `Transformer.forward` does."""
         ...
 
 
@@ -55,42 +54,40 @@ class MicroBatchLoss:
 
 def micro_batch_loss(
     forward: Forward,
-    rows_BS1: Tensor,
+    micro_batch: MicroBatch,
     *,
     global_sequences: int,
-    targets_BS: Tensor | None = None,
-    loss_mask_BS: Tensor | None = None,
     global_targets: int | None = None,
-    documents: Documents | None = None,
+    options: PassOptions | None = None,
 ) -> MicroBatchLoss:
-    """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
+    """Runs the model on a micro-batch, whose tokens are all valid, including padding.
 
     Args:
         forward: the forward pass.
-        rows_BS1: int64, every token valid, including padding.
+        micro_batch: inputs, targets, and which of them count.
         global_sequences: rows of one optimizer step over all ranks.
-        targets_BS: the target of each token; then the whole row is input.
-        loss_mask_BS: bool: which targets count; None: all.
         global_targets: counted targets of one optimizer step over all ranks; required with a mask.
             If 0, the cross-entropy is 0.
-        documents: of the input tokens; None: every row is one.
+        options: of the pass; None: as configured.
 
     Raises:
         ValueError: only one of mask and number is given.
     """
-    if (loss_mask_BS is None) != (global_targets is None):
+    mask_BS = micro_batch.loss_mask_BS
+    if (mask_BS is None) != (global_targets is None):
         raise ValueError(
             "a loss mask requires the number of counted targets in the whole step, and vice versa; "
-            f"given: {'no' if loss_mask_BS is None else 'a'} mask and {global_targets=}"
+            f"given: {'no' if mask_BS is None else 'a'} mask and {global_targets=}"
         )
-    inputs_BS = rows_BS1
-    if targets_BS is None:
-        inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
     output = forward(
-        inputs_BS, targets_BS=targets_BS, loss_mask_BS=loss_mask_BS, documents=documents
+        micro_batch.inputs_BS,
+        targets_BS=micro_batch.targets_BS,
+        loss_mask_BS=mask_BS,
+        documents=micro_batch.documents,
+        options=options or PassOptions(),
     )
     if global_targets is None:
-        cross_entropy = output.cross_entropy / (global_sequences * inputs_BS.shape[1])
+        cross_entropy = output.cross_entropy / (global_sequences * micro_batch.inputs_BS.shape[1])
     else:
         cross_entropy = output.cross_entropy / max(global_targets, 1)
     regularisation = output.regularisation_B.sum() / global_sequences

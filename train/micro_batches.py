@@ -19,6 +19,7 @@ Masks stay on the host, which then knows the read-out's number of rows without a
 Legend: A micro-batches, B sequences of one, S positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,9 @@ from torch import Tensor
 from ..data_pipeline.read.loader import Batch
 from ..distributed.process.process import Process
 from ..model.documents import Documents, mark_documents
-from ..model.loops.depth import PassDepth, depths_of_step, loops_of
+from ..model.execution.draws import Draws
+from ..model.loops.depth import depths_of_step, loops_of
+from ..model.loops.steps import PassOptions
 from .config.run_config import Config
 
 _DRAWS_COMPARED = 64  # steps whose loops the ranks compare before the first
@@ -146,17 +149,34 @@ def count_targets(micro_batches: list[MicroBatch], device: torch.device) -> int 
     return int(total.item())
 
 
-def draw_depths(config: Config, step: int, process: Process, passes: int) -> list[PassDepth]:
-    """Returns how many loops each of this rank's passes makes in a step."""
-    return depths_of_step(
+def options_of_passes(
+    config: Config, step: int, process: Process, micro_batches: Sequence[MicroBatch]
+) -> list[PassOptions]:
+    """Returns the loops, draws and promises of this rank's passes in a step."""
+    seed, rows, num_passes = config.train.seed, config.train.micro_batch, len(micro_batches)
+    depths = depths_of_step(
         config.model,
-        config.train.seed,
+        seed,
         step,
         rank=process.rank,
         num_ranks=process.world_size,
-        passes=passes,
-        rows=config.train.micro_batch,
+        passes=num_passes,
+        rows=rows,
     )
+    return [
+        PassOptions(
+            depth=depth,
+            draws=draws_of(seed, step, process.rank * num_passes + place, rows, process.device),
+            recompute=config.train.recompute,
+            equal_rows=micro_batch.equal_rows and depth.of_sequence is None,
+        )
+        for place, (micro_batch, depth) in enumerate(zip(micro_batches, depths, strict=True))
+    ]
+
+
+def draws_of(seed: int, step: int, index: int, rows: int, device: torch.device) -> Draws:
+    """Returns the random numbers of the step's `index`-th micro-batch of `rows` over all ranks."""
+    return Draws(f"{seed}/{step}", torch.arange(index * rows, (index + 1) * rows, device=device))
 
 
 def depth_facts(config: Config) -> dict[str, str]:

@@ -8,8 +8,6 @@ gradient norm carried; while data arrives in time, nothing is exchanged.
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,23 +18,12 @@ from ..data_pipeline.read.loader import Batch, Loader
 from ..data_pipeline.tokenizers.tokenizer import check_meaning
 from .metrics.run_lines import log_saved
 from .record.heartbeat import Phase
-from .run import Run, save
+from .run import OpenRun, Run, save
 
 logger = logging.getLogger(__name__)
 
 _ROUND_S = 5.0  # of waiting together; much shorter than a collective's time-out
 _SAY_AFTER_S = 10.0  # doubles each time
-
-
-@contextmanager
-def open_data(run: Run, position: dict[str, Any] | None) -> Iterator[None]:
-    """Opens the run's loader, and closes its current loader at the end."""
-    run.loader = open_loader(run, position)
-    run.first_step = run.progress.step + 1
-    try:
-        yield
-    finally:
-        run.loader.close()
 
 
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
@@ -79,7 +66,7 @@ def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> No
 # Batches ----------------------------------------------------------------------------------------
 
 
-def next_batch(run: Run) -> Batch:
+def next_batch(run: OpenRun) -> Batch:
     """Returns this rank's next batch, once every rank has one; a collective call.
 
     Raises:
@@ -88,19 +75,19 @@ def next_batch(run: Run) -> Batch:
     """
     run.heartbeat.enter(Phase.DATA_WAIT)
     run.traces.begin(run.progress.step + 1)
-    if run.data_is_late:
+    if run.state.data_is_late:
         _wait_together(run)
     try:
         return next(run.loader)
     except PreparationFailedError:
-        if run.progress.step >= run.first_step and run.progress.step != run.saved_step:
+        if run.progress.step >= run.state.first_step and run.progress.step != run.state.saved_step:
             save(run)
         run.checkpoints.wait()
         log_saved(run)
         raise
 
 
-def _wait_together(run: Run) -> None:
+def _wait_together(run: OpenRun) -> None:
     """Waits until every rank has the next batch or its error; logs how many ranks lack one."""
     began = time.monotonic()
     say_after_s = _SAY_AFTER_S
@@ -117,7 +104,7 @@ def _wait_together(run: Run) -> None:
             )
 
 
-def _count_waiting(run: Run) -> int:
+def _count_waiting(run: OpenRun) -> int:
     """Waits one round for this rank's batch, and returns how many ranks still lack theirs."""
     ready = run.loader.wait_until_ready(min(_ROUND_S, run.process.timeout_s / 4))
     waiting = torch.tensor(int(not ready), device=run.process.device)

@@ -22,7 +22,7 @@ from ..distributed.process.agreement import code_facts, flat_facts, layout_facts
 from ..distributed.process.process import Process
 from ..kernels.backend import build_backend, resolve_backend
 from ..model.execution.compiled import compile_dense_parts
-from ..model.execution.depth_losses import weighted_losses
+from ..model.execution.depth_losses import WeightedLoss, weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
@@ -57,8 +57,19 @@ class StepResult:
 
 
 @dataclass
+class RunState:
+    """What changes during a run on one rank."""
+
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
+    first_step: int = 1  # of this process
+    clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
+    saved_step: int = 0  # of the last started checkpoint
+    data_is_late: bool = True  # some rank may lack its next batch
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """The parts of one run on one rank, and its progress."""
+    """The parts of one run on one rank, built by `assemble`."""
 
     config: Config
     run_dir: Path
@@ -73,20 +84,14 @@ class Run:
     backend: str  # of the experts' products
     judge: StepJudge
     traces: StepTraces
-    progress: TrainingProgress = field(default_factory=TrainingProgress)
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # at the last load
-    was_fetched: bool = False  # it resumed from a second copy
-    loader: Loader = field(init=False)  # open_data sets it (rank_data.py)
-    log: MetricsLog = field(init=False)  # open_log sets it (metrics/run_lines.py)
-    clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
-    first_step: int = 1  # after opening the data
-    saved_step: int = 0  # of the last started checkpoint
-    data_is_late: bool = True  # some rank may lack its next batch
+    depth_losses: tuple[WeightedLoss, ...]  # a user's own
+    heartbeat: Heartbeat
+    state: RunState = field(default_factory=RunState)
 
-    def restart_clock(self) -> None:
-        """Restarts the measurement of step times."""
-        self.clock = StepClock(waited_s=self.loader.wait_s)
+    @property
+    def progress(self) -> TrainingProgress:
+        """Returns what the weights have seen."""
+        return self.state.progress
 
     def end_is_requested(self) -> bool:
         """Returns, on rank 0, whether the run must save and end at the next step boundary."""
@@ -100,7 +105,30 @@ class Run:
         return self.expert_placement.reducer
 
 
-def assemble(config: Config, run_dir: Path, process: Process) -> Run:
+@dataclass(frozen=True, kw_only=True)
+class OpenRun(Run):
+    """A run with its data and its log open at the step where it starts or continues."""
+
+    loader: Loader
+    log: MetricsLog
+
+    def restart_clock(self) -> None:
+        """Restarts the measurement of step times."""
+        self.state.clock = StepClock(waited_s=self.loader.wait_s)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run found when it continued from a checkpoint."""
+
+    position: dict[str, Any]  # of the data
+    set_aside: list[DamagedCheckpoint]
+    was_fetched: bool  # from a second copy
+
+
+def assemble(
+    config: Config, run_dir: Path, process: Process, heartbeat: Heartbeat | None = None
+) -> Run:
     """Builds everything that exists once per rank, before any data is read or state restored.
 
     Raises:
@@ -125,8 +153,6 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         precision=products_dtype(config.train.precision),
         stored=stored_dtype(config.train.precision),
     )
-    model.recompute_layers(config.train.recompute)
-    model.depth_losses = weighted_losses(config.train.losses)
     if config.train.compile:
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model) | depth_facts(config))
@@ -156,6 +182,8 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         backend=backend,
         judge=StepJudge(config.train.skip_spikes),
         traces=StepTraces(config.train.profile, run_dir / TRACES, process.rank),
+        depth_losses=weighted_losses(config.train.losses),
+        heartbeat=heartbeat or Heartbeat(),
     )
 
 
@@ -206,13 +234,13 @@ def check_generation(run_dir: Path) -> int:
     return int(mine or 0)
 
 
-def resume(run: Run) -> dict[str, Any] | None:
+def resume(run: Run) -> Resumed | None:
     """Restores the newest whole checkpoint of the run folder, if there is one.
 
     Sets newer damaged checkpoints aside.
 
     Returns:
-        The checkpoint's position in the data; None: the run starts from the beginning.
+        What it found; None: the run starts from the beginning.
 
     Raises:
         CheckpointError: no checkpoint is whole and fits; on all ranks.
@@ -230,9 +258,8 @@ def resume(run: Run) -> dict[str, Any] | None:
         }  # the loader compares these
         check_same_run(saved, run.config, found.path, remedy=remedy)
     meta = _load_state(run, found)
-    run.set_aside = run.checkpoints.adopt(found)
-    run.was_fetched = found.fetched_for is not None
-    return meta["data"]
+    set_aside = run.checkpoints.adopt(found)
+    return Resumed(meta["data"], set_aside, was_fetched=found.fetched_for is not None)
 
 
 def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
@@ -242,14 +269,15 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
         allocate_moments(run.model, run.optimizer, updates)
     tensors, shards = state_tensors(run.model, run.optimizer)
     meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
-    run.progress = TrainingProgress(**meta["progress"])
+    run.state.progress = TrainingProgress(**meta["progress"])
+    run.state.first_step = run.progress.step + 1
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])
     run.judge.restore(meta.get("spikes", {}))
     return meta
 
 
-def save(run: Run) -> None:
+def save(run: OpenRun) -> None:
     """Starts a checkpoint, which is written in the background while the run continues."""
     meta: dict[str, Any] = {
         "progress": run.progress.as_dict(),
@@ -265,4 +293,4 @@ def save(run: Run) -> None:
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)
-    run.saved_step = run.progress.step
+    run.state.saved_step = run.progress.step

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from ..distributed.sharding import free_gathered
-from ..model.execution.draws import Draws
 from ..model.transformer import Transformer
 from ..plugins import PluginError
 from .optim import check_constants
@@ -151,11 +150,6 @@ def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Loca
         f"model.{name}": local_shard_of(parameter) for name, parameter in model.named_parameters()
     }
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers()}, shards
-
-
-def draws_of(seed: int, step: int, index: int, rows: int, device: torch.device) -> Draws:
-    """Returns the random numbers of the step's `index`-th micro-batch of `rows` over all ranks."""
-    return Draws(f"{seed}/{step}", torch.arange(index * rows, (index + 1) * rows, device=device))
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:

@@ -1,9 +1,7 @@
 """The base class of dispatchers and their setup: group, expert map, checks and counters."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -18,26 +16,6 @@ from ..mesh import new_group
 from ..symmetric.outbox import Outbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
-
-_equal_rows: ContextVar[bool] = ContextVar("equal_rows", default=False)
-
-
-@contextmanager
-def equal_rows() -> Iterator[None]:
-    """Promises that all ranks of an EP group give every sparse layer equally many rows, none padding.
-
-    Dispatchers can then skip the exchange of sizes.
-    """
-    token = _equal_rows.set(True)
-    try:
-        yield
-    finally:
-        _equal_rows.reset(token)
-
-
-def rows_are_equal() -> bool:
-    """Returns whether `equal_rows` is active."""
-    return _equal_rows.get()
 
 
 @dataclass(frozen=True)

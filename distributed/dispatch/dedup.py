@@ -4,7 +4,7 @@ Flow of one sparse layer and pass:
   1. find the distinct (rank, row) and (rank, target row) pairs, and start the exchange of counts;
   2. meanwhile pack the routes; then read the counts on the host: the only synchronisation. Counts
      are known without it if every rank serves equally many heads, each with its own experts, and
-     all ranks promise equally many rows (`equal_rows`);
+     all ranks promise equally many rows (`Routes.equal_blocks`);
   3. start sending the distinct rows and the routes (slot, row, target, gate weight: 16 bytes each);
   4. the destination's experts compute, weight and sum for every (source rank, target row);
   5. start sending the sums back; the source adds those of different ranks in rank order.
@@ -29,7 +29,6 @@ from ...model.execution.recompute import save_decision
 from ...model.moe import Dispatched
 from ...model.routing import Routes
 from .alltoall import RowSharingDispatcher
-from .base import rows_are_equal
 from .dedup_hop import DedupExchange, ExchangeSizes, read_sizes
 from .exchange import AllToAll
 from .expert_map import ExpertMap, places
@@ -66,7 +65,7 @@ class DedupDispatcher(RowSharingDispatcher):
         routes, num_ranks = exchange.routes, self.communicator.num_ranks
         heads, num_sources = routes.equal_blocks, exchange.addresses.num_sources
         is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
-        if not (is_known and rows_are_equal()) or self.communicator.checking:
+        if not is_known or self.communicator.checking:
             return None
         # A token is a block of source rows with its block of target rows.
         num_tokens = max(1, math.gcd(num_sources, routes.num_targets))

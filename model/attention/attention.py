@@ -144,7 +144,7 @@ class SwitchHead(RotaryAttention):
         n_TD = (n_BSD if router_input_BSD is None else router_input_BSD).flatten(0, 1)
         experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
         value_routes = token_to_head_routes(
-            experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
+            experts_THK, weights_THK, num_experts=self.num_experts, equal_blocks=context.equal_rows
         )
         value_routing = Routing(value_routes, value_logits).of_documents(context.rows)
         v_UC = self.value(value_input_BSD.flatten(0, 1), value_routing.routes)
@@ -152,7 +152,7 @@ class SwitchHead(RotaryAttention):
         attended_BHSC = self.attend(n_BSD, v_BHSC, context)
         experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
         output_routes = head_to_token_routes(
-            experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
+            experts_THK, weights_THK, num_experts=self.num_experts, equal_blocks=context.equal_rows
         )
         output_routing = Routing(output_routes, output_logits).of_documents(context.rows)
         attended_UC = attended_BHSC.transpose(1, 2).reshape(-1, channels)

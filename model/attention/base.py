@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..config.attention_config import AttentionConfig
 from ..documents import DocumentRows, Documents
 from ..execution.draws import Draws
-from ..halting import Unhalted
+from ..execution.recompute import Recompute
 from ..layers import Linear, RotaryTable
+from ..loops.halting import Unhalted
 from ..routers.router import Router
 from ..routing import Routing
 
@@ -46,6 +47,11 @@ class LayerCache:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
 
+def past_length(cache: list[LayerCache] | None) -> int:
+    """Returns how many positions a model's cache holds; None: none."""
+    return 0 if cache is None else cache[0].length
+
+
 @dataclass(frozen=True)
 class DepthContext:
     """Holds a depth step's inputs other than its rows."""
@@ -59,6 +65,10 @@ class DepthContext:
     residual_scale: float = 1.0  # of what the layer adds to the residual stream
     draws: Draws | None = None  # of the random numbers; None: in evaluation
     marks_choices: bool = False  # whether the feed-forward's report has `chosen_TE`
+    recompute: Recompute = "none"  # what the backward pass keeps; a cache is never recomputed
+    equal_rows: bool = (
+        False  # all ranks of an EP group give equally many rows, none of them padding
+    )
 
     def of_sequences(self, live: Tensor) -> "DepthContext":
         """Returns what some of the sequences read."""

@@ -19,8 +19,8 @@ import torch
 from ...kernels.cpu.build import lacking
 from ..attention.attention import DenseAttention, SwitchHead
 from ..attention.momha import MoMHA
-from ..halting import Halting
 from ..layers import DenseMLP, LayerNorm, RMSNorm
+from ..loops.halting import Halting
 from ..transformer import Transformer
 
 _METHODS = {

@@ -15,10 +15,12 @@ measure nothing.
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from ..config.model_config import Precision
 from ..documents import Documents
+from ..loops.steps import PassOptions
 from ..transformer import ModelOutput, Transformer
 
 _FULL_PRECISION = ("router", "norm", "halting")  # suffixes of module names
@@ -46,7 +48,6 @@ def store_in(model: Transformer, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     model.to(dtype)
-    model.casts_weights = False
 
 
 def forward_in(
@@ -57,10 +58,18 @@ def forward_in(
     targets_BS: Tensor | None = None,
     loss_mask_BS: Tensor | None = None,
     documents: Documents | None = None,
+    options: PassOptions | None = None,
 ) -> ModelOutput:
     """Runs the model with matrix products in `dtype`; float32 runs it unchanged."""
-    given = {"targets_BS": targets_BS, "loss_mask_BS": loss_mask_BS, "documents": documents}
-    if dtype == torch.float32 or not model.casts_weights:
+    given = {
+        "targets_BS": targets_BS,
+        "loss_mask_BS": loss_mask_BS,
+        "documents": documents,
+        "options": options or PassOptions(),
+    }
+    # Sharded weights are cast when they are gathered.
+    is_cast = model.embedding.dtype == dtype or isinstance(model.embedding, DTensor)
+    if dtype == torch.float32 or is_cast:
         return model(tokens_BS, **given)
     return functional_call(model, cast_weights(model, dtype), (tokens_BS,), given)
 

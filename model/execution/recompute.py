@@ -56,6 +56,13 @@ def recomputing() -> bool:
     return saved is not None and saved.replaying
 
 
+def keeps_operands() -> bool:
+    """Returns whether products may keep their operands for the backward pass: outside of a step that
+    is recomputed, which would free them.
+    """
+    return _saved.get() is None
+
+
 def save_decision(make: Callable[[], T]) -> T:
     """Returns make(), or in a second run the first run's value.
 

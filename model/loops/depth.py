@@ -52,6 +52,12 @@ class PassDepth:
         return place if place < (without if loop < self.no_gradient else own) else -1
 
 
+def own_depth(config: ModelConfig, num_loops: int | None = None) -> PassDepth:
+    """Returns the same number of loops for all sequences; None: the model's own."""
+    num_loops = config.num_repeats if num_loops is None else num_loops
+    return PassDepth(num_loops, config.loops.depth.first_with_gradient(num_loops))
+
+
 def depths_of_step(
     model: ModelConfig, seed: int, step: int, *, rank: int, num_ranks: int, passes: int, rows: int
 ) -> list[PassDepth]:
@@ -67,9 +73,7 @@ def depths_of_step(
     """
     depth, mean, kept = model.loops.depth, model.num_repeats, model.loops.depth.gradient_loops
     if depth.per == "step":
-        loops = loops_of(depth, mean, seed, step, 0)
-        without = depth.first_with_gradient(loops)
-        return [PassDepth(loops, without)] * passes
+        return [own_depth(model, loops_of(depth, mean, seed, step, 0))] * passes
     drawn = [
         loops_of(depth, mean, seed, step, sequence) for sequence in range(num_ranks * passes * rows)
     ]

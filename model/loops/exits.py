@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.model_config import ModelConfig
-from ..documents import Documents
 from ..initialise import parameter, zeros
 from ..layers import wide_dtype
 
@@ -136,19 +135,10 @@ class ExitRule:
 class Exits:
     """Follows the sequences of one pass: which of them still loop, and how often they have."""
 
-    def __init__(
-        self,
-        rule: ExitRule,
-        batch_size: int,
-        documents: Documents | None,
-        *,
-        predict: Callable[[Tensor], Tensor],
-        gate: ExitGate | None,
-    ) -> None:
-        """Takes the read-out, which returns the logits of rows, and the model's gate."""
+    def __init__(self, rule: ExitRule, batch_size: int, real_BS: Tensor | None) -> None:
+        """Takes which tokens are not padding; None: all."""
         self._rule, self._batch_size = rule, batch_size
-        self._real_BS = None if documents is None else documents.real_BS
-        self._predict, self._gate = predict, gate
+        self._real_BS = real_BS
         self.live: Tensor | None = None  # (B',) int64; None: all
         self.loops_B: Tensor | None = None
         self._log_p_BSV: Tensor | None = None  # of the previous loop
@@ -166,6 +156,8 @@ class Exits:
         before_BSD: Tensor,
         s_BSD: Tensor,
         read: Callable[[Tensor, Tensor | None], Tensor],
+        predict: Callable[[Tensor], Tensor],
+        gate: ExitGate | None,
     ) -> None:
         """Removes the sequences that leave after a loop.
 
@@ -173,16 +165,18 @@ class Exits:
             before_BSD: the state before it, of the live sequences.
             s_BSD: their state after it.
             read: returns the rows of a state of these sequences that the read-out reads.
+            predict: the read-out, which returns the logits of such rows.
+            gate: of the model.
         """
         if self._rule.kind == "state":
             measure_BS = state_change(before_BSD, s_BSD)
         elif self._rule.kind == "gate":
-            assert self._gate is not None, "ExitRule.check refuses it"
-            self._gates.append(self._gate(read(s_BSD, self.live)))
+            assert gate is not None, "ExitRule.check refuses it"
+            self._gates.append(gate(read(s_BSD, self.live)))
             measure_BS = _log_left(self._gates, like=self._gates[-1])[-1].exp()
         else:
             before, rows_BSD = self._log_p_BSV, read(s_BSD, self.live)
-            now = self._predict(rows_BSD).log_softmax(-1, dtype=wide_dtype(rows_BSD))
+            now = predict(rows_BSD).log_softmax(-1, dtype=wide_dtype(rows_BSD))
             self._log_p_BSV = now
             if before is None:  # there is nothing to compare the first loop with
                 return

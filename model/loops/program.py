@@ -5,7 +5,7 @@
     logits = read-out(norm(coda(s)))
 
 Everything a loop adds to the layers is here. The order of the layers is `ModelConfig.schedule_of`,
-and the forward pass (model/transformer.py) applies them.
+and one pass (steps.py) applies them.
 
 Legend: B sequences, S positions, D model width, P, C, Q layers of prelude, core and coda, R loops,
 e the injected input, s the state.
@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.model_config import DepthStep, ModelConfig
-from ..execution.draws import Draws
 from ..initialise import Initializers, constant, identity, parameter, zeros
 from ..layers import NORM, Linear, wide_dtype
 from .depth import PassDepth
-from .exits import ExitGate, Exits
-from .measures import LoopMeasures
+from .exits import ExitGate
+from .steps import DepthSteps
 
 _FREQUENCIES = 8  # of r/R and of 1/R, π·2⁰ … π·2⁷
 _WITHIN = math.erf(3 / math.sqrt(2))  # of a uniform number that becomes the starting noise
@@ -163,32 +162,19 @@ class Loops(nn.Module):
 
     def forward(
         self,
-        layer: Callable[[DepthStep, Tensor, Tensor | None], Tensor],
+        steps: DepthSteps,
         x_BSD: Tensor,
-        schedule: Sequence[DepthStep],
-        depth: PassDepth,
         *,
         final_norm: nn.Module | None,
-        positions_BS: Tensor | None,
-        past: int,
-        draws: Draws | None = None,
-        exits: Exits | None = None,
-        measures: LoopMeasures | None = None,
+        predict: Callable[[Tensor], Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Applies `layer(depth step, x, live)` at every depth step.
-
-        `live` are the sequences that x has, (B',) int64; None: all.
+        """Applies a layer at every depth step of a pass.
 
         Args:
+            steps: the pass, which applies the layers.
             x_BSD: the embedded tokens.
-            schedule: the depth steps of the pass.
-            depth: its loops.
             final_norm: of the model; None: it has none.
-            positions_BS: the position of every token in its document; None: of one per row.
-            past: positions in the cache.
-            draws: of the random numbers, in training.
-            exits: decides in evaluation which sequences leave early.
-            measures: is shown the state around every loop.
+            predict: the model's read-out, which returns the logits of rows; exits may read it.
 
         Returns:
             The rows that the read-out reads, (B, S, D): of the last loop, in training also of the
@@ -197,19 +183,20 @@ class Loops(nn.Module):
         has_grad = torch.is_grad_enabled()
         states = _States(x_BSD, None)
         before_BSD = x_BSD
+        schedule, depth, exits = steps.schedule, steps.depth, steps.exits
         coda = [step for step in schedule if step.member > self.last]
-        read = partial(self._read, layer, coda, final_norm)
+        read = partial(self._read, steps, coda, final_norm)
         last = depth.num_loops - 1
         wanted = self.config.read_loops(depth.num_loops) if self.training else (last,)
         rows: list[Tensor] = []
         for step in schedule[: len(schedule) - len(coda)]:
             if step.loop is None:
-                states.x_BSD = layer(step, states.x_BSD, None)
+                states.x_BSD = steps.apply(step, states.x_BSD, None)
                 continue
             if step.member == self.first and step.loop == 0 and self.injection is not None:
                 x_BSD = states.x_BSD
                 e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
-                x_BSD = self.start_state(x_BSD, positions_BS, past, draws)
+                x_BSD = self.start_state(x_BSD, steps)
                 states = _States(x_BSD, self.injection.prepare(e_BSD))
             if step.member == self.first:  # outside `no_grad`: those that wait keep their gradient
                 states.keep(depth.live(step.loop) if exits is None else exits.enter(x_BSD.device))
@@ -217,15 +204,15 @@ class Loops(nn.Module):
             with torch.set_grad_enabled(has_grad and step.loop >= depth.no_gradient):
                 if step.member == self.first:
                     self._begin(states, step.loop, depth)
-                states.x_BSD = layer(step, states.x_BSD, states.live)
+                states.x_BSD = steps.apply(step, states.x_BSD, states.live)
                 if step.member < self.last:
                     continue
                 if self.config.final_norm == "every_loop" and final_norm is not None:
                     states.x_BSD = final_norm(states.x_BSD)
                 if exits is not None and step.loop < last:
-                    exits.leave(before_BSD, states.x_BSD, read)
-                if measures is not None:
-                    measures.see_state(step.loop, before_BSD, states.x_BSD)
+                    exits.leave(before_BSD, states.x_BSD, read, predict, self.exit_gate)
+                if steps.measures is not None:
+                    steps.measures.see_state(step.loop, before_BSD, states.x_BSD)
             if step.loop in wanted:
                 rows.append(read(states.of_all(), None))
         if self.exit_gate is None or not self.training:
@@ -234,7 +221,7 @@ class Loops(nn.Module):
 
     def _read(
         self,
-        layer: Callable[[DepthStep, Tensor, Tensor | None], Tensor],
+        steps: DepthSteps,
         coda: Sequence[DepthStep],
         final_norm: nn.Module | None,
         s_BSD: Tensor,
@@ -246,41 +233,31 @@ class Loops(nn.Module):
         if self.config.final_norm == "around_coda" and final_norm is not None:
             s_BSD = final_norm(s_BSD)
         for step in coda:
-            s_BSD = layer(step, s_BSD, live)
+            s_BSD = steps.apply(step, s_BSD, live)
         if final_norm is None or (self.config.final_norm == "every_loop" and not coda):
             return s_BSD
         return final_norm(s_BSD)
 
-    def residual_scale(self, step: DepthStep, schedule: Sequence[DepthStep]) -> float:
-        """Returns what a layer's updates are multiplied by at a depth step."""
-        factor, num_core = self.config.residual_scale, self.last - self.first + 1
-        if factor is None or step.loop is None:
-            return 1.0
-        num_core_steps = sum(each.loop is not None for each in schedule)
-        return factor * num_core**0.5 / num_core_steps
-
-    def start_state(
-        self, e_BSD: Tensor, positions_BS: Tensor | None, past: int, draws: Draws | None
-    ) -> Tensor:
+    def start_state(self, e_BSD: Tensor, steps: DepthSteps) -> Tensor:
         """Returns the state before the first loop, (B, S, D).
 
-        Drawn in training by `draws`; in evaluation (None) by position alone, so that no other row
+        Drawn in training by the pass's draws; in evaluation by position alone, so that no other row
         and no cache changes it.
         """
         if self.config.start == "embedding":
             return e_BSD
         if self.config.start == "zero":
             return torch.zeros_like(e_BSD)
-        if draws is not None:
-            drawn_BSD = draws.at("start", 0, None).uniform(e_BSD.shape)
+        if steps.draws is not None:
+            drawn_BSD = steps.draws.at("start", 0, None).uniform(e_BSD.shape)
             signed_BSD = 2 * drawn_BSD.to(wide_dtype(e_BSD)) - 1
             return self._noise(signed_BSD * _WITHIN).to(e_BSD)
-        generator, num_positions = torch.Generator().manual_seed(0), past + e_BSD.shape[1]
+        generator, num_positions = torch.Generator().manual_seed(0), steps.past + e_BSD.shape[1]
         table_SD = torch.empty(num_positions, e_BSD.shape[-1])
         table_SD = self._noise(table_SD.uniform_(-_WITHIN, _WITHIN, generator=generator))
-        if positions_BS is None:
-            return table_SD[past:].to(e_BSD).expand_as(e_BSD)
-        return table_SD.to(e_BSD)[positions_BS]
+        if steps.positions_BS is None:
+            return table_SD[steps.past :].to(e_BSD).expand_as(e_BSD)
+        return table_SD.to(e_BSD)[steps.positions_BS]
 
     def _noise(self, uniform: Tensor) -> Tensor:
         """Makes numbers from −erf(3/√2) to erf(3/√2) normal, cut at 3 standard deviations.

@@ -14,7 +14,7 @@ marginal term has the opposite sign of the stated aim, and rewards collapse. Wit
 port also divides by the number of probabilities, T·E, instead of rows, T. "as_published" reproduces
 both.
 
-With halting, q is the probability that a row has not halted (model/halting.py), and the loss has a
+With halting, q is the probability that a row has not halted (model/loops/halting.py), and the loss has a
 gradient through it.
 
 Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, K experts chosen.

@@ -20,10 +20,12 @@ from ...distributed.checkpoint.format import find_checkpoint, read_meta
 from ...distributed.dispatch.expert_map import ExpertMap
 from ...model.execution.precision import cast_weights, forward_in
 from ...model.initialise import initialise
+from ...model.loops.steps import PassOptions
 from ...model.transformer import Transformer
 from ...train.config.run_config import Config
+from ...train.micro_batches import draws_of
 from ...train.record.route_tap import RoutedCall, sparse_layers, tap
-from ...train.state import draws_of, seed_micro_batch
+from ...train.state import seed_micro_batch
 from .dispatch import Cluster, ExpertsOfLayer, Simulation, simulate
 from .ranks import RequestedRanks, at_least_one, experts_of, make_cluster
 from .threads import MOST_THREADS
@@ -102,8 +104,8 @@ class CallSource:
         ):
             seed_micro_batch(train.seed, step, rank)
             rows, device = len(tokens_BS), tokens_BS.device
-            self.model.training_draws = draws_of(train.seed, step, rank, rows, device)
-            forward_in(self.model, getattr(torch, train.precision), tokens_BS)
+            options = PassOptions(draws=draws_of(train.seed, step, rank, rows, device))
+            forward_in(self.model, getattr(torch, train.precision), tokens_BS, options=options)
         return calls
 
 

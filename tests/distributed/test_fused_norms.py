@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family import some_tokens, tiny_config
+from family import set_options, some_tokens, tiny_config
 from meshes import meshed, model_on
 from norm_kernels import stand_in
 from torch import Tensor
@@ -19,7 +19,7 @@ LOW = torch.bfloat16
 def gradients(mesh: Mesh, layers: int, recompute: Recompute) -> dict[str, Tensor]:
     config = tiny_config("moeut", {"num_layers": layers})
     model = model_on(mesh, config, dispatcher="dedup", sharding="fsdp", precision=LOW)
-    model.recompute_layers(recompute)
+    set_options(model, recompute=recompute)
     tokens = some_tokens(4, 6, seed=mesh.rank)
     output = forward_in(model, LOW, tokens, targets_BS=tokens)
     (output.read_out + output.regularisation_B.sum()).backward()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from family import LEAVING, PROGRAMS, VOCABULARY, own_depths, program
+from family import LEAVING, PROGRAMS, VOCABULARY, own_depths, program, set_options
 from meshes import meshed, model_on
 from row_order import reordered_pass
 from torch import Tensor
@@ -99,7 +99,8 @@ def faults(ep: int, names: tuple[str, ...], dispatcher: str, draws: range) -> li
                     by_rank = depths_of_draw(draw, process.world_size)
                     every = tuple(depth for depths in by_rank for depth in depths)
                     depth = own_depths(model, *by_rank[process.rank], others=every)
-                    model.training_depth = whole.training_depth = depth
+                    set_options(model, depth=depth)
+                    set_options(whole, depth=depth)
                 loss, expected = (loss_of(each, draw, process.rank) for each in (model, whole))
                 if not torch.allclose(loss, expected, rtol=tolerance, atol=0):
                     found.append(f"{name}, draw {draw}: loss")
@@ -114,7 +115,7 @@ def exits_of_rank(name: str, thresholds: tuple[float, ...]) -> tuple[list[float]
     with meshed(ep=len(thresholds)) as (process, mesh):
         rows, outputs, whole = rows_of(0, process.rank), [], program(name)
         for model in (sharded(mesh, whole, "alltoall"), whole):
-            model.eval().exit_rule = ExitRule("state", thresholds[process.rank])
+            set_options(model.eval(), exit_rule=ExitRule("state", thresholds[process.rank]))
             outputs.append(model(rows))
         found, expected = outputs
         close = {"rtol": 0, "atol": reordered_pass(whole) * expected.logits_BSV.abs().max().item()}

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from family import make_uneven, some_tokens, tiny_config
+from family import make_uneven, micro_batch_of, set_options, some_tokens, tiny_config
 from meshes import meshed, model_on
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -138,7 +138,7 @@ def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
         check_every=way.check_every,
         ranks_per_node=RANKS if needs_outbox(way.dispatcher) else 2,  # it stays inside a node
     )
-    make_uneven(model).recompute_layers(mode)
+    set_options(make_uneven(model), recompute=mode)
     model.before_step(0)
     rows = some_tokens(MICRO_BATCH, POSITIONS + 1, seed=mesh.rank)
     if mesh.rank == 3:
@@ -146,7 +146,9 @@ def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
     torch.manual_seed(mesh.rank)
     with Exchanges() as forward:
         result = micro_batch_loss(
-            partial(forward_in, model, way.dtype), rows, global_sequences=MICRO_BATCH
+            partial(forward_in, model, way.dtype),
+            micro_batch_of(rows),
+            global_sequences=MICRO_BATCH,
         )
     with Exchanges() as backward:
         result.loss.backward()
@@ -208,7 +210,7 @@ def remaining_bytes(tokens: int) -> dict[str, float]:
             live = []
             for sequences in (tokens // POSITIONS, 2 * tokens // POSITIONS):
                 model = model_on(mesh, WIDE, dispatcher="dedup")
-                model.recompute_layers(mode)
+                set_options(model, recompute=mode)
                 rows = some_tokens(sequences, POSITIONS + 1, seed=mesh.rank)
                 with LiveMemory() as memory:
                     output = forward_in(model, torch.bfloat16, rows[:, :-1], targets_BS=rows[:, 1:])
@@ -259,14 +261,14 @@ def sharded_pass(
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     config = tiny_config("moeut", {"layers_per_group": layers_per_group})
     model = model_on(mesh, config, sharding="fsdp", precision=dtype)
-    model.recompute_layers(mode)
+    set_options(model, recompute=mode)
     model.before_step(0)
     rows = some_tokens(MICRO_BATCH, POSITIONS, seed=mesh.rank)
     operations = Operations()
     for _ in range(2):  # the first pass of sharded weights is another than all that follow
         with operations:
             micro_batch_loss(
-                partial(forward_in, model, dtype), rows, global_sequences=8
+                partial(forward_in, model, dtype), micro_batch_of(rows), global_sequences=8
             ).loss.backward()
     gathers = {
         name: count

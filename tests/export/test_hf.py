@@ -208,7 +208,7 @@ def test_transformers_takes_the_number_of_loops(
     name: str, loops: int, answers: dict[str, dict[str, Tensor]]
 ) -> None:
     model = deepcopy(model_for(name))
-    model.num_loops = loops
+    model.config = model.config.with_loops(loops)
     close(answers[name][f"loops{loops}"], logits(model), name)
     written = list(generate(model, TOKENS[0, :8], num_tokens=6, temperature=0))
     assert answers[name][f"generated{loops}"][0, -6:].tolist() == written

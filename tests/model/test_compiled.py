@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family import gradients_of, make_uneven, some_tokens, tiny_model
+from family import gradients_of, make_uneven, set_options, some_tokens, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
@@ -79,7 +79,7 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
     model = make_uneven(tiny_model(name))
     compile_dense_parts(model, backend="aot_eager")
     for mode in ("none", "selective", "full"):
-        model.recompute_layers(mode)
+        set_options(model, recompute=mode)
         model.zero_grad()
         for key, value in gradients_of(model, dtype, ROWS).items():
             torch.testing.assert_close(
@@ -109,7 +109,7 @@ def test_compiled_code_computes_the_same() -> None:
     model = tiny_model("dense", shape)
     compile_dense_parts(model)
     for mode in ("none", "full"):
-        model.recompute_layers(mode)
+        set_options(model, recompute=mode)
         model.zero_grad()
         for key, value in gradients_of(model, torch.float32, ROWS).items():
             torch.testing.assert_close(

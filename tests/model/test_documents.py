@@ -10,6 +10,7 @@ from family import (
     NAMES,
     gradients_of,
     make_uneven,
+    set_options,
     some_tokens,
     tiny_config,
     tiny_model,
@@ -201,7 +202,7 @@ def test_recomputation_makes_the_same_gradients(name: str) -> None:
     expected = gradients(make_uneven(tiny_model(name)))
     for mode in ("selective", "full"):
         model = make_uneven(tiny_model(name))
-        model.recompute_layers(mode)
+        set_options(model, recompute=mode)
         for key, value in gradients(model).items():
             assert torch.equal(value, expected[key]), (mode, key)
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
-from moebius.model.layers import RotaryTable, rotary_table, rotate
-from moebius.model.transformer import Transformer
+from moebius.model.layers import RotaryTable, rotary_of, rotary_table, rotate
 
 FIRST, POSITIONS, WIDTH, CHANNELS, BASE = 3, 5, 6, 9, 100.0
 PLACES = torch.arange(FIRST, FIRST + POSITIONS)
@@ -54,8 +53,8 @@ def test_float64_rows_are_rotated_in_float64() -> None:
     x = rows(torch.float64)
     wide = rotary_table(PLACES.double(), WIDTH, BASE)
     torch.testing.assert_close(rotate(x, wide), by_hand(x), rtol=0, atol=1e-14)
-    model = Transformer(ModelConfig.from_dotted({"attention.d_head": 8})).to(torch.float64)
-    table = model._rotary(torch.zeros(1, 3, 128, dtype=torch.float64), past=0)
+    attention = ModelConfig.from_dotted({"attention.d_head": 8}).attention
+    table = rotary_of(attention, torch.zeros(1, 3, 128, dtype=torch.float64), 0, None)
     assert table is not None
     assert [part.dtype for part in table] == [torch.float64] * 2
 

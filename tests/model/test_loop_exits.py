@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from family import NAMES, VOCABULARY, make_uneven, set_options, tiny_config, tiny_model
 from row_order import assert_reordered, reordered_pass
 from torch import Tensor
 
 from moebius.model.balance import RouterReport
 from moebius.model.documents import mark_documents
 from moebius.model.execution.depth_losses import DepthStates, WeightedLoss
-from moebius.model.loops.depth import PassDepth
+from moebius.model.loops.depth import PassDepth, own_depth
 from moebius.model.loops.exits import ExitRule, exit_log_probabilities
 from moebius.model.transformer import Transformer
 from moebius.train.record.route_tap import tap
@@ -58,7 +58,7 @@ def measures_by_hand(model: Transformer, tokens: Tensor, kind: str) -> Tensor:
         model.train()(tokens)
         model.eval()
     for loops in range(1, R + 1):
-        model.num_loops = loops
+        set_options(model, depth=own_depth(model.config, loops))
         states.clear()
         logits.append(model(tokens).logits_BSV.log_softmax(-1))
     left = torch.ones(SEQUENCES, POSITIONS)
@@ -103,8 +103,9 @@ def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
     assert len(set(wanted)) > 1, "every sequence leaves at once, so nothing is compared"
 
     model = looped(recipe, changes).eval()
-    model.exit_rule = ExitRule(kind, in_the_middle)
-    model.exit_rule.check(model.config)
+    rule = ExitRule(kind, in_the_middle)
+    rule.check(model.config)
+    set_options(model, exit_rule=rule)
     rows: list[int] = []
     hook = model.group[model.loops.first].register_forward_hook(
         lambda module, given, result: rows.append(len(given[0]))
@@ -113,9 +114,9 @@ def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
     hook.remove()
     assert output.auxiliary["loops"].tolist() == wanted
     assert rows == [sum(loops > loop for loops in wanted) for loop in range(R)]
-    model.exit_rule = None
+    set_options(model, exit_rule=None)
     for row, loops in enumerate(wanted):
-        model.num_loops = loops
+        set_options(model, depth=own_depth(model.config, loops))
         found, bound = model(tokens).logits_BSV[row], reordered_pass(model, num_loops=R)
         assert_reordered(found, output.logits_BSV[row], bound)
 
@@ -125,7 +126,8 @@ def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
 def test_a_measure_that_is_not_a_number_ends_no_loops(kind):
     model, tokens = looped("ouro_moe", GATED).eval(), some_tokens() % 9
     model.embedding[VOCABULARY - 1], tokens[3, 4] = torch.nan, VOCABULARY - 1
-    model.exit_rule = ExitRule(kind, 1e-9 if kind == "gate" else 1e9)  # others leave at once
+    others = ExitRule(kind, 1e-9 if kind == "gate" else 1e9)  # leave at once
+    set_options(model, exit_rule=others)
     output = model(tokens)
     once = 2 if kind == "kl" else 1
     assert output.auxiliary["loops"].tolist() == [once, once, once, R, once]
@@ -149,12 +151,12 @@ def test_at_a_threshold_of_one_no_sequence_leaves_early(dtype):
     model = looped("ouro_moe", GATED).eval().to(dtype)
     assert model.loops.exit_gate is not None
     model.loops.exit_gate.bias.fill_(3e4)
-    model.exit_rule = ExitRule("gate", 1.0)
+    set_options(model, exit_rule=ExitRule("gate", 1.0))
     seen: list[Any] = []
     model.loops.exit_gate.register_forward_hook(lambda module, given, gate: seen.append(gate))
     assert model(some_tokens()).auxiliary["loops"].tolist() == [R] * SEQUENCES
     assert {gate.dtype for gate in seen} == {torch.float32}
-    model.exit_rule = ExitRule("gate", 0.999)
+    set_options(model, exit_rule=ExitRule("gate", 0.999))
     assert model(some_tokens()).auxiliary["loops"].tolist() == [1] * SEQUENCES
 
 
@@ -170,21 +172,20 @@ def can_leave(name: str) -> bool:
 def test_a_pass_goes_on_without_a_live_sequence(name):
     """Another rank may still have one."""
     model, tokens = make_uneven(tiny_model(name)).eval(), some_tokens()
-    model.exit_rule = ExitRule("state", 1e9)
+    set_options(model, exit_rule=ExitRule("state", 1e9))
     found = model(tokens)
     assert found.auxiliary["loops"].tolist() == [1] * SEQUENCES
-    model.exit_rule = None
-    model.num_loops = 1
+    set_options(model, exit_rule=None, depth=own_depth(model.config, 1))
     assert torch.equal(model(tokens).logits_BSV, found.logits_BSV)
     if model.config.loops.read_loops(7) == (6,):  # refused beside losses of several loops
-        model.train().training_depth = PassDepth(7, 0, (1,) * SEQUENCES)
+        set_options(model.train(), depth=PassDepth(7, 0, (1,) * SEQUENCES))
         model(tokens, targets_BS=tokens).cross_entropy.backward()
 
 
 @torch.no_grad()
 def test_padding_does_not_decide_when_a_sequence_leaves():
     model = looped("huginn_moe").eval()
-    model.exit_rule = ExitRule.parse("state=0.3")
+    set_options(model, exit_rule=ExitRule.parse("state=0.3"))
     tokens, ids = some_tokens(), torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int64)
     ids[:, 5:] = -1
     documents = mark_documents(ids, torch.device("cpu"), attention=True, balance=False)
@@ -197,7 +198,7 @@ def test_padding_does_not_decide_when_a_sequence_leaves():
 
 def test_padding_and_masked_targets_count_in_no_entropy_and_no_measure():
     model = looped("ouro_moe", GATED)
-    model.measures_loops = True
+    set_options(model, measures_loops=True)
     tokens, ids = some_tokens(), torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int64)
     ids[:, 5:] = -1
     documents = mark_documents(ids, torch.device("cpu"), attention=True, balance=False)
@@ -258,7 +259,7 @@ def test_a_coda_that_runs_after_several_loops_is_one_depth_step_for_losses_on_st
 
     for values in ({}, {"loops.read_out": (1, 4)}):
         model = looped("huginn_moe", {"loops.depth": {}, **values})
-        model.depth_losses = (WeightedLoss("own:loss", 1.0, loss),)
+        set_options(model, depth_losses=(WeightedLoss("own:loss", 1.0, loss),))
         loss_of(model)
     plain, reads = (each.states_L for each in seen)
     assert len(plain) == len(reads) == model.config.num_layers
@@ -277,7 +278,7 @@ def test_a_loss_may_read_logits_out_of_every_state():
         return found[-1][0].expand(len(states.tokens_BS))
 
     model = looped("huginn_moe", {"loops.depth": {}})
-    model.depth_losses = (WeightedLoss("own:loss", 1.0, loss),)
+    set_options(model, depth_losses=(WeightedLoss("own:loss", 1.0, loss),))
     cross_entropy = loss_of(model)
     assert len(found) == model.config.num_layers
     for own, theirs in found:
@@ -293,14 +294,14 @@ def test_the_loss_of_chosen_loops_is_their_mean():
     model = looped("huginn_moe", {"loops.depth": {}})
     losses = []
     for loops in (1, 4, R):
-        model.num_loops = loops
+        set_options(model, depth=own_depth(model.config, loops))
         losses.append(loss_of(model))
     values = {"loops.depth": {}, "loops.read_out": (1, 4)}
     chosen = looped("huginn_moe", values)
     chosen.load_state_dict(model.state_dict())
     torch.testing.assert_close(loss_of(chosen), torch.stack(losses).mean())
-    chosen.num_loops = 2  # a pass that does not reach the fourth
-    model.num_loops = 2
+    set_options(chosen, depth=own_depth(chosen.config, 2))  # a pass that does not reach the fourth
+    set_options(model, depth=own_depth(model.config, 2))
     torch.testing.assert_close(loss_of(chosen), (losses[0] + loss_of(model)) / 2)
 
 
@@ -332,7 +333,7 @@ def test_each_loop_is_balanced_by_itself_if_asked():
 def test_the_measures_of_loops_are_those_of_the_routes(recipe):
     changes = {} if recipe != "switch" else {"layers_per_group": 2}
     model, tokens = looped(recipe, changes), some_tokens()
-    model.measures_loops = True
+    set_options(model, measures_loops=True)
     states: list[Tensor] = []
     model.group[model.loops.last].register_forward_hook(
         lambda module, given, result: states.append(result[0])
@@ -399,11 +400,13 @@ def test_a_shared_cache_gives_every_loop_the_keys_of_the_last_one_that_wrote(rec
     assert len({id(entry) for entry in cache}) == len(cache) - (R - shared) * core
     # by hand: caches of their own, whose past is that of the last loop with the same rest
     by_hand = model.new_cache()
-    for step in model.schedule:
+    for step in model.config.schedule:
         loop = step.loop
         if loop is not None:
             loop = max(other for other in range(R) if other % shared == loop % shared)
-        [source] = [s.index for s in model.schedule if s.member == step.member and s.loop == loop]
+        [source] = [
+            s.index for s in model.config.schedule if s.member == step.member and s.loop == loop
+        ]
         by_hand[step.index].keys = full[source].keys
         by_hand[step.index].values = full[source].values
     expected = model(new, by_hand).logits_BSV
@@ -417,16 +420,16 @@ def test_a_shared_cache_gives_every_loop_the_keys_of_the_last_one_that_wrote(rec
 def test_a_cache_of_another_number_of_loops_is_refused():
     model = looped("huginn_moe").eval()
     cache = model.new_cache()
-    model.num_loops = 2
+    set_options(model, depth=own_depth(model.config, 2))
     with pytest.raises(
         ValueError, match=r"the cache has 14 depth steps, and a pass of 2 loops has 6"
     ):
         model(some_tokens(), cache)
-    model.exit_rule = ExitRule("kl", 0.1)
+    set_options(model, exit_rule=ExitRule("kl", 0.1))
     with pytest.raises(ValueError, match="a pass with a cache makes every loop of every sequence"):
         model(some_tokens(), model.new_cache())
     with pytest.raises(ValueError, match="shared_loops=0 must be at least 1"):
         model.new_cache(0)
-    model.num_loops = 0
+    set_options(model, depth=own_depth(model.config, 0))
     with pytest.raises(ValueError, match="num_loops=0 must be at least 1"):
         model(some_tokens())

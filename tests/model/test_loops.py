@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from family import LEAVING, PROGRAMS, VOCABULARY, own_depths, program, tiny_model
+from family import LEAVING, PROGRAMS, VOCABULARY, own_depths, program, set_options, tiny_model
 from row_order import assert_reordered, reordered_pass
 from shared import shared_folder
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.recompute import Recompute
-from moebius.model.loops.depth import PassDepth
+from moebius.model.loops.depth import own_depth
 from moebius.model.loops.exits import exit_log_probabilities
 from moebius.model.loops.program import DecayInjection, Loops
 from moebius.model.transformer import Transformer
@@ -294,7 +294,7 @@ class Ouro(Recording):
 def test_huginn_has_the_official_logits_loss_state_and_gradients(name, dropped, kept):
     golden = Huginn(name)
     model = golden.model(golden.config.changed({"loops.depth.gradient_loops": kept}))
-    model.num_loops = dropped + kept
+    set_options(model, depth=own_depth(model.config, dropped + kept))
     seen: list[Tensor] = []
     assert model.final_norm is not None
     model.final_norm.register_forward_hook(lambda module, given, result: seen.append(result))
@@ -315,7 +315,7 @@ def test_logits_are_the_public_ones_at_every_depth(recording):
     depths = sorted(int(key.removeprefix("eval/r")) for key in golden.values if key[:6] == "eval/r")
     assert depths[-1] == 16
     for depth in depths:
-        model.num_loops = depth
+        set_options(model, depth=own_depth(model.config, depth))
         logits = model(golden.inputs).logits_BSV
         torch.testing.assert_close(logits, golden.tensor(f"eval/r{depth}"), **CLOSE)
 
@@ -330,9 +330,9 @@ def test_logits_are_the_public_ones_at_every_depth(recording):
 def test_parcae_has_the_public_logits_loss_state_and_gradients(recorded, kept, depths):
     golden = Parcae()
     model = golden.model(golden.config.changed({"loops.depth.gradient_loops": kept}))
-    model.num_loops = max(depths)
+    set_options(model, depth=own_depth(model.config, max(depths)))
     if len(depths) > 1:
-        model.training_depth = own_depths(model, *depths)
+        set_options(model, depth=own_depths(model, *depths))
     seen: list[Tensor] = []
     assert isinstance(model.loops.injection, DecayInjection)
     model.loops.injection.output.register_forward_pre_hook(
@@ -348,7 +348,7 @@ def test_ouro_has_the_public_logits_states_gates_loss_and_gradients():
     golden = Ouro()
     model = golden.model(golden.config)
     for loop, expected in enumerate(golden.tensor("logits")):
-        model.num_loops = loop + 1
+        set_options(model, depth=own_depth(model.config, loop + 1))
         torch.testing.assert_close(model(golden.inputs).logits_BSV, expected, **CLOSE)
     gates: list[Any] = []
     states: list[Tensor] = []
@@ -410,9 +410,9 @@ def logits_of(model: Transformer, tokens: Tensor) -> Tensor:
 def test_no_later_position_and_no_other_sequence_changes_anything(name, mode):
     model, tokens = program(name).train(mode != "evaluation"), some_tokens()
     if mode == "own depths":
-        model.training_depth = own_depths(model, 3, 1, 5)
+        set_options(model, depth=own_depths(model, 3, 1, 5))
     if mode == "another depth":  # growing or drawn
-        model.training_depth = PassDepth(5, model.config.loops.depth.first_with_gradient(5))
+        set_options(model, depth=own_depth(model.config, 5))
     before, bound = logits_of(model, tokens), reordered_pass(model, num_loops=5)
     for cut in range(1, POSITIONS):
         other = tokens.clone()
@@ -425,9 +425,10 @@ def test_no_later_position_and_no_other_sequence_changes_anything(name, mode):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_pass_with_a_cache_equals_a_whole_one(name):
     model, tokens = program(name).eval(), some_tokens()
-    for num_loops in (1, model.num_loops + 1):
-        model.num_loops = num_loops
-        cache, parts = model.new_cache(), [tokens[:, :3], tokens[:, 3:4], tokens[:, 4:]]
+    for num_loops in (1, model.config.num_repeats + 1):
+        set_options(model, depth=own_depth(model.config, num_loops))
+        cache = model.new_cache(num_loops=num_loops)
+        parts = [tokens[:, :3], tokens[:, 3:4], tokens[:, 4:]]
         with torch.no_grad():
             found = torch.cat([model(part, cache).logits_BSV for part in parts], 1)
         whole = logits_of(model, tokens)
@@ -440,7 +441,7 @@ def test_a_pass_with_a_cache_equals_a_whole_one(name):
 def test_recomputation_keeps_loss_and_gradients_to_the_bit(name, mode):
     def gradients(mode: Recompute) -> list[Tensor]:
         model = program(name)
-        model.recompute_layers(mode)
+        set_options(model, recompute=mode)
         torch.manual_seed(0)
         output = model(some_tokens(), targets_BS=some_tokens(seed=2))
         (output.cross_entropy + output.regularisation_B.sum()).backward()
@@ -468,7 +469,8 @@ def test_every_weight_has_a_gradient(name):
 class Masked(Loops):
     """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
 
-    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS, past, **unused):
+    def forward(self, steps, x_BSD, *, final_norm, predict):
+        layer, schedule, depth = steps.apply, steps.schedule, steps.depth
         assert depth.of_sequence is not None
         assert final_norm is not None
         has_grad, num_sequences = torch.is_grad_enabled(), len(x_BSD)
@@ -479,7 +481,7 @@ class Masked(Loops):
         if self.injection is not None:
             e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
             e_BSD = self.injection.prepare(e_BSD)
-            x_BSD = self.start_state(x_BSD, positions_BS, past, unused["draws"])
+            x_BSD = self.start_state(x_BSD, steps)
         for loop in range(depth.num_loops):
             places = [depth.place(loop, sequence) for sequence in range(num_sequences)]
             with torch.set_grad_enabled(has_grad and loop >= depth.no_gradient):
@@ -515,7 +517,7 @@ def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
     found = []
     for masked in (False, True):
         model = program(name).to(dtype)
-        model.training_depth = own_depths(model, 3, 1, 5, 2)
+        set_options(model, depth=own_depths(model, 3, 1, 5, 2))
         if masked:
             model.loops.__class__ = Masked
         torch.manual_seed(0)
@@ -534,18 +536,18 @@ def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
 def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
     """And its losses, gradients and measures; experts serve the rows of the live sequences."""
     model = program(name)
-    model.measures_loops = True
+    set_options(model, measures_loops=True)
     experts = model.config.experts
     assert experts is not None
     model.loops.start_state = lambda e_BSD, *given: 0.5 * e_BSD  # pyright: ignore[reportAttributeAccessIssue]
     tokens, depths = some_tokens(1, 4), (3, 1, 5, 2)
-    model.training_depth = own_depths(model, *depths)
+    set_options(model, depth=own_depths(model, *depths))
     together = model(tokens)
     together.logits_BSV.square().sum().backward()
     gradients = [value.grad for value in model.parameters()]
     model.zero_grad()
     for index, depth in enumerate(depths):
-        model.training_depth = PassDepth(depth, model.config.loops.depth.first_with_gradient(depth))
+        set_options(model, depth=own_depth(model.config, depth))
         alone = model(tokens[index : index + 1])
         alone.logits_BSV.square().sum().backward()
         close = {"rtol": 0, "atol": 1e-12}
@@ -583,8 +585,7 @@ def test_loops_that_no_sequence_needs_change_nothing(name, mode):
     found = []
     for others in ((), (7,)):
         model = program(name)
-        model.recompute_layers(mode)
-        model.training_depth = own_depths(model, 1, 1, others=others)
+        set_options(model, recompute=mode, depth=own_depths(model, 1, 1, others=others))
         torch.manual_seed(0)
         output = model(some_tokens(1, 2), targets_BS=some_tokens(2, 2))
         (output.cross_entropy + output.regularisation_B.sum()).backward()
@@ -615,7 +616,7 @@ def saved_bytes(num_loops: int, gradient_loops: int) -> int:
     """What a forward pass keeps for its backward pass."""
     kept: dict[int, int] = {}
     model = tiny_model("huginn_moe", {"loops.depth.gradient_loops": gradient_loops})
-    model.num_loops = num_loops
+    set_options(model, depth=own_depth(model.config, num_loops))
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, make_uneven, some_tokens, tiny_model
+from family import NAMES, make_uneven, micro_batch_of, set_options, some_tokens, tiny_model
 from parts import layers
 from torch import Tensor, nn
 from torch_modes import LiveMemory
@@ -40,7 +40,7 @@ def model_of(name: str, mode: Recompute) -> Transformer:
     changes = {"attention.sampled": 1} if name == "drawn experts" else {}
     changes |= {"feed_forward.router": router} if router else {}
     model = make_uneven(tiny_model(recipe, changes))
-    model.recompute_layers(mode)
+    set_options(model, recompute=mode)
     return model
 
 
@@ -49,7 +49,9 @@ def loss_and_gradients(
 ) -> dict[str, Tensor]:
     model.before_step(step)
     torch.manual_seed(3)
-    result = micro_batch_loss(partial(forward_in, model, dtype), ROWS, global_sequences=len(ROWS))
+    result = micro_batch_loss(
+        partial(forward_in, model, dtype), micro_batch_of(ROWS), global_sequences=len(ROWS)
+    )
     drawn_next = torch.rand(4)
     result.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -130,7 +132,7 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
     monkeypatch.setattr(LocalDispatcher, "dispatch", recorded)
     model = model_of(name, mode)
     # loops without gradient would have no second run
-    model.training_depth = PassDepth(model.config.num_repeats)
+    set_options(model, depth=PassDepth(model.config.num_repeats))
     loss_and_gradients(model, torch.float32)
     assert sorted(map(spelled, second)) == sorted(
         map(spelled, first)
@@ -153,7 +155,7 @@ def test_what_remains_shrinks_and_goes() -> None:
             model = tiny_model(
                 "moeut", {"d_model": 64, "attention.d_head": 16, "feed_forward.d_expert": 64}
             )
-            model.recompute_layers(mode)
+            set_options(model, recompute=mode)
             with LiveMemory() as live:
                 output = model(torch.zeros(16, 32, dtype=torch.int64))
                 found[mode] = live.num_bytes

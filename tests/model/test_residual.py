@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from family import NAMES, make_uneven, some_tokens, tiny_config, tiny_model
+from family import NAMES, make_uneven, set_options, some_tokens, tiny_config, tiny_model
 from norm_kernels import stand_in
 from pairwise import slow_but
 from torch import Tensor
@@ -39,7 +39,7 @@ def gradients(
     """Of a training pass; and the loss."""
     model = make_uneven(tiny_model(name))
     store_in(model, stored_dtype(precision))
-    model.recompute_layers(recompute)
+    set_options(model, recompute=recompute)
     if compiles:
         compile_dense_parts(model, backend="aot_eager")
     documents = None

@@ -14,7 +14,16 @@ from unittest import mock
 
 import pytest
 import torch
-from family import LEAVING, gradients_of, make_uneven, own_depths, program, some_tokens, tiny_model
+from family import (
+    LEAVING,
+    gradients_of,
+    make_uneven,
+    own_depths,
+    program,
+    set_options,
+    some_tokens,
+    tiny_model,
+)
 from parts import layers
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -29,6 +38,7 @@ from moebius.model.attention import attention
 from moebius.model.attention.attention import attend_visible
 from moebius.model.documents import Documents, has_varlen_attention, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
+from moebius.model.loops.depth import own_depth
 from moebius.model.loops.exits import ExitRule
 from moebius.model.transformer import Transformer
 
@@ -383,10 +393,10 @@ def with_and_without(
 def test_a_model_learns_the_same(name: str, mode: Any, kernel: Kernel) -> None:
     def make() -> Transformer:
         model = make_uneven(tiny_model(name, dtype=torch.float64))
-        model.recompute_layers(mode)
+        set_options(model, recompute=mode)
         return model
 
-    depth = len(make().schedule)
+    depth = len(make().config.schedule)
     assert with_and_without(make, kernel) == ((1 + (mode != "none")) * depth, depth)
 
 
@@ -397,7 +407,7 @@ def test_halting_keeps_the_mask(name: str, mode: Any, kernel: Kernel) -> None:
 
     def make() -> Transformer:
         model = make_uneven(tiny_model(name, dtype=torch.float64))
-        model.recompute_layers(mode)
+        set_options(model, recompute=mode)
         return model
 
     assert with_and_without(make, kernel) == (0, 0)
@@ -418,8 +428,7 @@ def test_sequences_that_leave_learn_the_same(name: str, mode: Any, kernel: Kerne
 
     def make() -> Transformer:
         model = program(name)
-        model.recompute_layers(mode)
-        model.training_depth = own_depths(model, 3, 1, 2)
+        set_options(model, recompute=mode, depth=own_depths(model, 3, 1, 2))
         attended.append(count_attentions(model))
         return model
 
@@ -431,7 +440,8 @@ def test_sequences_that_leave_learn_the_same(name: str, mode: Any, kernel: Kerne
 @torch.no_grad()
 def test_sequences_that_leave_early_are_the_same(kernel: Kernel) -> None:
     model = program("norm in every loop").eval()
-    model.num_loops, model.exit_rule = 6, ExitRule.parse("state=0.3")
+    depth = own_depth(model.config, 6)
+    set_options(model, depth=depth, exit_rule=ExitRule.parse("state=0.3"))
     rows, found = some_tokens(3, 9, seed=1), []
     for kernel.exists in (False, True):
         attended = count_attentions(model)
@@ -457,7 +467,7 @@ def test_compiled_parts_take_any_layout_in_few_graphs(name: str, kernel: Kernel)
         documents = marked(torch.stack([row, row.clamp_max(1)]))
         rows = some_tokens(2, 9, seed=seed)
         expected, found = (model(rows, documents=documents) for model in (eager, compiled))
-        assert ran["forward"] == 2 * (seed + 1) * len(compiled.schedule)
+        assert ran["forward"] == 2 * (seed + 1) * len(compiled.config.schedule)
         torch.testing.assert_close(found.logits_BSV, expected.logits_BSV, rtol=1e-4, atol=1e-6)
         for model, output in ((eager, expected), (compiled, found)):
             model.zero_grad()

@@ -31,6 +31,7 @@ from moebius.train.hooks import move_experts
 from moebius.train.loop import step
 from moebius.train.metrics.log import MetricsLog
 from moebius.train.rank_data import open_loader
+from moebius.train.run import OpenRun
 
 # Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts
 # get hot.
@@ -124,9 +125,10 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
     """Returns the number of expert copies, and which tensors differ between copies or replicas."""
     with assembled(config, run_dir) as run:
         process = run.process
-        run.log = MetricsLog(run_dir, active=False)
         before = {id(parameter) for parameter in run.model.parameters()}
         with open_loader(run, None) as loader:
+            log = MetricsLog(run_dir, active=False)
+            run = OpenRun(**vars(run), loader=loader, log=log)
             for _ in range(STEPS):
                 move_experts(run, step(run, next(loader), 1e-3))
         assert (

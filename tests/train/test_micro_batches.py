@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from family import tiny_model
+from family import micro_batch_of, tiny_model
 from parts import make_config
 from small_model import MODEL
 from torch import Tensor
@@ -294,9 +294,9 @@ def test_a_mask_without_the_number_of_targets_is_refused() -> None:
     forward = partial(forward_in, tiny_model("dense"), torch.float32)
     row, mask = torch.zeros(1, 5, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="given: a mask and global_targets=None"):
-        micro_batch_loss(forward, row, global_sequences=1, loss_mask_BS=mask)
+        micro_batch_loss(forward, micro_batch_of(row, loss_mask_BS=mask), global_sequences=1)
     with pytest.raises(ValueError, match="given: no mask and global_targets=4"):
-        micro_batch_loss(forward, row, global_sequences=1, global_targets=4)
+        micro_batch_loss(forward, micro_batch_of(row), global_sequences=1, global_targets=4)
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Stopped and resumed equals uninterrupted.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], d
     SGD shows a wrong scale, which Adam would hide.
     """
     with assembled(config, run_dir) as run:
-        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)  # type: ignore[assignment]
+        run = replace(run, optimizer=torch.optim.SGD(run.model.parameters(), lr=1.0))
         with open_loader(run, None) as loader:
             result = step(run, next(loader), 1.0)
         weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from family import gradients_of, make_uneven, own_depths, some_tokens, tiny_model
+from family import gradients_of, make_uneven, own_depths, set_options, some_tokens, tiny_model
 from torch import Tensor
 
 from moebius.model.execution.draws import Draws, draw_uniform
@@ -85,15 +85,15 @@ DRAWING: dict[str, tuple[str, dict[str, Any]]] = {
 def drawing(name: str, recompute: Recompute = "none") -> Transformer:
     recipe, changes = DRAWING[name]
     model = make_uneven(tiny_model(recipe, changes)).double()
-    model.recompute_layers(recompute)
+    set_options(model, recompute=recompute)
     return model
 
 
 def numbered(model: Transformer, first: int, last: int, *, step: int = 0) -> Transformer:
     """Gives a model's next pass the sequences from `first` on, and their depths."""
-    model.training_draws = Draws(f"7/{step}", torch.arange(first, last))
+    set_options(model, draws=Draws(f"7/{step}", torch.arange(first, last)))
     if model.config.loops.depth.per == "sequence":
-        model.training_depth = own_depths(model, *DEPTHS[first:last])
+        set_options(model, depth=own_depths(model, *DEPTHS[first:last]))
     return model
 
 
@@ -126,7 +126,7 @@ def test_other_sequences_and_steps_draw_other_numbers(name: str) -> None:
     model, rows = drawing(name), some_tokens(1, 8).expand(2, 8)
 
     def loss(first: int, last: int, step: int) -> float:
-        numbered(model, first, last, step=step).training_depth = None
+        set_options(numbered(model, first, last, step=step), depth=None)
         model.before_step(0)
         with torch.no_grad():
             return model(

@@ -4,6 +4,7 @@ checkpoints.
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,10 @@ def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts,
     SGD shows a wrong scale.
     """
     with assembled(config, run_dir) as run:
-        run.optimizer = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             run.model.parameters(), lr=config.optim.learning_rate, foreach=False
-        )  # type: ignore[assignment]
+        )
+        run = replace(run, optimizer=optimizer)
         losses, gradients = [], {}
         with open_loader(run, None) as loader:
             for _ in range(2):

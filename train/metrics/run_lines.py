@@ -7,31 +7,30 @@ from collections.abc import Mapping
 from ... import __version__
 from ...distributed.dispatch.choose import dispatcher_of
 from ...distributed.local_shard import local_shard_of
-from ..run import Run
-from .log import MetricsLog
-from .sinks import open_metrics
+from ..run import OpenRun, Resumed, Run
 
 logger = logging.getLogger(__name__)
 
 
-def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
-    """Opens the run's log and writes the first line, which describes the run and its machines.
+def write_start(run: OpenRun, resumed: Resumed | None, start_s: Mapping[str, float]) -> None:
+    """Writes the log's first line, which describes the run and its machines.
+
+    Also logs the damaged checkpoints that were set aside when the run was loaded.
 
     Args:
         run: the run.
-        resumed: whether it continues from a checkpoint.
+        resumed: what it found; None: it starts from the beginning.
         start_s: seconds of each phase of this rank's start.
     """
-    active, first_step = run.process.rank == 0, run.progress.step + 1
-    run.log = open_metrics(run.config, run.run_dir, active=active, first_step=first_step)
+    was_fetched = resumed is not None and resumed.was_fetched
     run.log.write(
         "start",
         run.progress.step,
         generation=run.generation,
         version=__version__,
         world_size=run.process.world_size,
-        resumed_from_step=run.progress.step if resumed else None,
-        **({"fetched_from_second_copy": True} if run.was_fetched else {}),
+        resumed_from_step=None if resumed is None else run.progress.step,
+        **({"fetched_from_second_copy": True} if was_fetched else {}),
         layout=str(run.mesh.layout),
         device=str(run.process.device),
         steps=run.config.train.steps,
@@ -41,13 +40,7 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> Metric
         **_dispatcher_facts(run),
         start_s=dict(start_s),
     )
-    log_set_aside(run)
-    return run.log
-
-
-def log_set_aside(run: Run) -> None:
-    """Logs the damaged checkpoints that were set aside when the run was loaded."""
-    for damaged in run.set_aside:
+    for damaged in [] if resumed is None else resumed.set_aside:
         logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)
         run.log.write(
             "checkpoint_set_aside",
@@ -58,7 +51,7 @@ def log_set_aside(run: Run) -> None:
         )
 
 
-def log_saved(run: Run) -> None:
+def log_saved(run: OpenRun) -> None:
     """Logs the checkpoints and second copies completed since the last call."""
     for record in run.checkpoints.poll():
         run.log.write(

@@ -105,7 +105,7 @@ def sparse_layers(model: Transformer) -> list[tuple[str, SparseLayer]]:
 def depths_of(model: Transformer, layer: str) -> list[int]:
     """Returns the depth steps, from 1, that use that layer."""
     member = int(layer.split(".")[1])
-    return [step.depth for step in model.schedule if step.member == member]
+    return [step.depth for step in model.config.schedule if step.member == member]
 
 
 def _detached(routes: Routes) -> Routes:

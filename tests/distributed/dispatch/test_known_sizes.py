@@ -1,6 +1,5 @@
 """With known sizes, `dedup` gives the same bits without exchanging or reading counts."""
 
-from contextlib import nullcontext
 from typing import get_args
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch_modes import Operations
 from world import run_ranks
 
-from moebius.distributed.dispatch.base import equal_rows
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.model.execution.recompute import Recompute, run_recomputed
 from moebius.model.moe import SparseLayer
@@ -19,15 +17,15 @@ from moebius.model.routing import Routes, head_to_token_routes, token_to_head_ro
 HEADS = 4
 
 
-def heads_case(into_heads: bool, tokens: int, rank: int, *, top_k: int = 1) -> Case:
-    """Every head chooses among its own experts."""
+def heads_case(into_heads: bool, tokens: int, rank: int, *, promised: bool, top_k: int = 1) -> Case:
+    """Every head chooses among its own experts; `promised`: all ranks have equally many rows."""
     generator, per_head = torch.Generator().manual_seed(rank), EXPERTS // HEADS
     scores = torch.rand(tokens, HEADS, per_head, generator=generator)
     first_H1 = torch.arange(0, EXPERTS, per_head)[:, None]
     experts_THK = scores.topk(top_k).indices + first_H1
     make = token_to_head_routes if into_heads else head_to_token_routes
     weights = torch.rand(experts_THK.shape, generator=generator)
-    routes: Routes = make(experts_THK, weights, num_experts=EXPERTS, own_experts=True)
+    routes: Routes = make(experts_THK, weights, num_experts=EXPERTS, equal_blocks=promised)
     num_sources = tokens if into_heads else tokens * HEADS
     x = torch.randn(num_sources, WIDTH, generator=generator)
     return Case(x, routes, torch.randn(routes.num_targets, WIDTH, generator=generator))
@@ -48,13 +46,15 @@ def exchanges_of_counts(top_k: int) -> dict[tuple, tuple[list[str], int, int]]:
                 (13, moved, 0),
                 (13, None, 1),
             ):
-                given = heads_case(into_heads, tokens, process.rank, top_k=top_k)
                 results, counted = [], []
-                for promise in (nullcontext, equal_rows):
+                for promised in (False, True):
+                    given = heads_case(
+                        into_heads, tokens, process.rank, promised=promised, top_k=top_k
+                    )
                     options = {"expert_map": expert_map, "check_every": check_every}
                     dispatcher = dispatcher_of("dedup", group, nodes, **options)
                     layer = own_layer(process, dispatcher)
-                    with Operations() as operations, promise():
+                    with Operations() as operations:
                         results.append(run_layer(layer, given))
                     counted.append(operations.counts_exchanged)
                 unequal = [
@@ -78,22 +78,19 @@ def test_heads_of_equal_ranks_need_no_counts(ranks: int, top_k: int) -> None:
 
 
 def exchanges_when_recomputed() -> list[tuple[list[str], int, int]]:
-    """What differs where the promise is of the forward pass alone; and exchanges of counts without
-    and with it.
-    """
+    """What differs where a step is recomputed; and exchanges of counts without and with a promise."""
     found = []
     with world() as (process, group, nodes):
-        given = heads_case(True, 13, process.rank)
         layer = own_layer(process, dispatcher_of("dedup", group, nodes))
-        plain = run_layer(layer, given)
+        plain = run_layer(layer, heads_case(True, 13, process.rank, promised=False))
         for mode in get_args(Recompute):
             counted, unequal = [], []
-            for promise in (nullcontext, equal_rows):
+            for promised in (False, True):
+                given = heads_case(True, 13, process.rank, promised=promised)
                 layer.zero_grad(set_to_none=True)
                 x = given.x.clone().requires_grad_()
                 with Operations() as operations:
-                    with promise():
-                        y = layer_twice(mode, layer, x, given.routes)
+                    y = layer_twice(mode, layer, x, given.routes)
                     y.backward(given.grad)
                 result = {"y": y.detach(), "x": x.grad, "w_up": layer.experts.w_up.grad}
                 unequal += [n for n, value in result.items() if not torch.equal(value, plain[n])]
@@ -117,6 +114,6 @@ def test_recomputing_remembers_the_promise() -> None:
 
 
 def test_routes_that_were_cut_promise_nothing() -> None:
-    routes = heads_case(True, 5, 0).routes
+    routes = heads_case(True, 5, 0, promised=True).routes
     assert routes.equal_blocks == HEADS
     assert routes.kept(routes.source_N != 2).equal_blocks == 0

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config.model_config import DepthStep, HaltingConfig
-from .initialise import uniform, zeros
-from .layers import Linear
+from ..config.model_config import DepthStep, HaltingConfig
+from ..initialise import uniform, zeros
+from ..layers import Linear
 
 
 @dataclass(frozen=True)

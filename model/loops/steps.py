@@ -1,0 +1,178 @@
+"""One forward pass: what is asked of it, and the layers that it applies.
+
+Legend: B sequences, S positions, D model width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import DepthContext, LayerCache, past_length
+from ..balance import RouterReport
+from ..config.model_config import DepthStep, ModelConfig
+from ..documents import Documents
+from ..execution.depth_losses import WeightedLoss
+from ..execution.draws import Draws, fresh_draws
+from ..execution.recompute import Recompute
+from ..layers import rotary_of
+from .depth import PassDepth, own_depth
+from .exits import ExitRule, Exits
+from .halting import Halted, Unhalted
+from .measures import LoopMeasures
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Says how one forward pass runs; the default is the model as configured."""
+
+    depth: PassDepth | None = None  # the loops; None: the model's own number
+    exit_rule: ExitRule | None = None  # when a sequence leaves, in evaluation; None: at the end
+    # Only in training:
+    draws: Draws | None = None  # of random numbers; None: keyed by torch's default generator
+    measures_loops: bool = False  # whether loops are compared (measures.py)
+    depth_losses: tuple[WeightedLoss, ...] = ()  # a user's own
+    recompute: Recompute = "none"  # what the backward pass keeps; a cache is never recomputed
+    # Whether all ranks of an EP group give every sparse layer equally many rows, none of them
+    # padding: dispatchers can then skip the exchange of sizes.
+    equal_rows: bool = False
+
+
+class DepthSteps:
+    """Applies the layers of one pass, and collects what they report."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: nn.ModuleList,
+        options: PassOptions,
+        x_BSD: Tensor,
+        cache: list[LayerCache] | None,
+        documents: Documents | None,
+        *,
+        training: bool,
+    ) -> None:
+        """Takes the members of the group, and the embedded tokens.
+
+        Raises:
+            ValueError: a cache of another number of loops, or with documents or an exit rule.
+        """
+        self.depth = options.depth or own_depth(config)
+        self.schedule = config.schedule_of(self.depth.num_loops)
+        self.past, self.num_sequences = past_length(cache), len(x_BSD)
+        self.positions_BS = None if documents is None else documents.positions_BS
+        self.real_BS = None if documents is None else documents.real_BS
+        self.training, self.draws = training, None
+        if training:
+            self.draws = options.draws or fresh_draws(len(x_BSD), x_BSD.device)
+        self.exits = None
+        if options.exit_rule is not None and not training:
+            self.exits = Exits(options.exit_rule, len(x_BSD), self.real_BS)
+        self.measures = None
+        loops_differ = config.order == "abab" and config.halting is None and config.num_repeats > 1
+        if options.measures_loops and training and loops_differ:
+            self.measures = LoopMeasures(self.depth, len(x_BSD), self.real_BS)
+        self.done: list[DepthStep] = []
+        self.reports: list[dict[str, RouterReport]] = []  # of `done`
+        self.halted: Halted | None = None
+        # by depth step, of its last run; only losses on depth steps need them
+        self.states: dict[int, Tensor] = {}
+        self._keeps_states = training and bool(options.depth_losses)
+        self._config, self._layers, self._cache = config, layers, cache
+        factor, core = config.loops.residual_scale, config.core_layers
+        num_core_steps = core * self.depth.num_loops
+        self._core_scale = 1.0 if factor is None else factor * core**0.5 / num_core_steps
+        self._check_cache(options, documents)
+        self._context = DepthContext(
+            rotary_of(config.attention, x_BSD, self.past, self.positions_BS),
+            documents=documents,
+            marks_choices=self.measures is not None,
+            recompute=options.recompute,
+            equal_rows=options.equal_rows,
+        )
+
+    @property
+    def members(self) -> list[int] | None:
+        """Returns the layer of every step that was made; None: as the configuration lists them."""
+        members = [step.member for step in self.done]
+        return None if members == [step.member for step in self._config.load_steps] else members
+
+    @property
+    def loops_B(self) -> Tensor | None:
+        """Returns how many loops every sequence has made, float32, if that is not fixed."""
+        if self.exits is not None:
+            return self.exits.loops_B
+        if self.draws is None or self._config.loops.depth.kind == "fixed":
+            return None
+        loops = self.depth.of_sequence or (self.depth.num_loops,) * self.num_sequences
+        return torch.tensor(loops, dtype=torch.float32, device=self.draws.numbers_B.device)
+
+    def apply_unhalted(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted) -> Tensor:
+        """Applies one layer to the tokens that have not halted."""
+        return self._apply(step, x_BSD, replace(self._context, unhalted=unhalted), None)
+
+    def apply(self, step: DepthStep, x_BSD: Tensor, live: Tensor | None) -> Tensor:
+        """Applies one layer to the sequences `live`, (B',) int64, which x has; None: all."""
+        context = self._context if live is None else self._context.of_sequences(live)
+        return self._apply(step, x_BSD, context, live)
+
+    def _apply(
+        self, step: DepthStep, x_BSD: Tensor, context: DepthContext, live: Tensor | None
+    ) -> Tensor:
+        cache = None if self._cache is None else self._cache[step.index]
+        if cache is not None:
+            cache.forget_from(self.past)  # what an earlier loop has left in a shared entry
+        scale = 1.0 if step.loop is None else self._core_scale
+        draws = self._draws_of(step, live)
+        context = replace(context, cache=cache, residual_scale=scale, draws=draws)
+        x_BSD, report = self._layers[step.member](x_BSD, context)
+        if self.measures is not None:
+            self.measures.see_routes(step, report.get("feed_forward"))
+        self.done.append(step)
+        self.reports.append(report if live is None else _of_batch(report, live, self.num_sequences))
+        if self._keeps_states:
+            self.states[step.index] = x_BSD
+        return x_BSD
+
+    def _draws_of(self, step: DepthStep, live: Tensor | None) -> Draws | None:
+        """Returns the layer's draws in the loops that its sequences make there."""
+        if self.draws is None:
+            return None
+        loops = -1 if step.loop is None else step.loop
+        if step.loop is not None and self.depth.of_sequence is not None:
+            of_pass = self.depth.live(step.loop)
+            places = range(self.num_sequences) if of_pass is None else of_pass
+            loops = [self.depth.place(step.loop, sequence) for sequence in places]
+        return self.draws.at(f"layer {step.member}", loops, live)
+
+    def _check_cache(self, options: PassOptions, documents: Documents | None) -> None:
+        if self._cache is None:
+            return
+        if documents is not None:
+            raise ValueError(
+                "a pass with a cache continues one document per row: leave documents out"
+            )
+        if options.exit_rule is not None:
+            raise ValueError(
+                "a pass with a cache makes every loop of every sequence: leave exit_rule out"
+            )
+        if len(self._cache) != len(self.schedule):
+            raise ValueError(
+                f"the cache has {len(self._cache)} depth steps, and a pass of {self.depth.num_loops} "
+                f"loops has {len(self.schedule)}: make a new one with model.new_cache()"
+            )
+
+
+def _of_batch(
+    report: dict[str, RouterReport], live: Tensor, num_sequences: int
+) -> dict[str, RouterReport]:
+    """Returns a report of the live sequences as one of all, with zeros for the others."""
+
+    def spread(value: Tensor) -> Tensor:
+        zeros = value.new_zeros(num_sequences, *value.shape[1:])
+        return zeros.index_copy(0, live, value)
+
+    return {
+        kind: replace(each, sums={name: spread(value) for name, value in each.sums.items()})
+        for kind, each in report.items()
+    }
