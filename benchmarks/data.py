@@ -61,7 +61,7 @@ from moebius.data_pipeline.manifest import (
     shard_name,
 )
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
+from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.packing import WINDOW_BATCHES, PlanKey, open_plan
 from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.data_pipeline.read.token_store import TokenStore
@@ -336,14 +336,12 @@ class OpenFolder:
     """Reads the first batches of the order, repeatedly."""
 
     def __init__(self, config: DataConfig):
-        self._skipped = SkipList()
-        self._samples = OrderedSamples(config, open_fetcher(config, self._skipped))
+        self._samples = OrderedSamples(config, open_fetcher(config))
 
     def read(self, num_rows: int) -> None:
         for first in range(0, num_rows, BATCH):
             self._samples.prepare(first, BATCH)
-            refs = self._samples.refs_at(first, BATCH)
-            _, rows = self._samples.read(first, refs, self._skipped)
+            rows = self._samples.read(self._samples.refs_at(first, BATCH))
             assert rows.tokens.dtype == np.int64
 
     def close(self) -> None:
@@ -360,12 +358,12 @@ def in_order(config: DataConfig, num_rows: int) -> int:
 
 def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
     """Reads single rows at random places of the order; milliseconds each."""
-    skipped, times = SkipList(), []
-    samples = OrderedSamples(config, open_fetcher(config, skipped))
+    times = []
+    samples = OrderedSamples(config, open_fetcher(config))
     for first in np.random.default_rng(0).integers(0, 10**6, count).tolist():
         began = time.process_time()
         samples.prepare(first, 1)
-        samples.read(first, samples.refs_at(first, 1), skipped)
+        samples.read(samples.refs_at(first, 1))
         times.append(1e3 * (time.process_time() - began))
     samples.close()
     return {"median": statistics.median(times), "p90": float(np.quantile(times, 0.9))}

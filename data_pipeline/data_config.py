@@ -28,6 +28,8 @@ OneOrMore = BeforeValidator(_listed)
 
 SourceName = Annotated[str, Field(pattern=SOURCE_NAME)]
 
+_OLD_KEYS = {"when_corrupt", "max_skipped_batches"}
+
 
 class Stage(BaseModel):
     """Sets the mixture's weights from a position of the run on, counted in tokens."""
@@ -90,17 +92,10 @@ class DataConfig(BaseModel):
     )
     """Later weights of the mixture; `weights` apply until the first stage."""
 
-    when_corrupt: Literal["fail", "refetch", "skip"] = "fail"
-    """What to do if a record batch fails its checksum: end the run; read it again, then from
-    `replicas`; or, if that fails too, replace its rows."""
-
     replicas: Annotated[tuple[str, ...], OneOrMore] = Field(
         default=(), examples=[["copies/shards"]]
     )
-    """Copies of the folder, for record batches that are damaged."""
-
-    max_skipped_batches: int = Field(default=10, ge=0)
-    """Damaged record batches that a run may skip."""
+    """Copies of the folder, read if a record batch stays damaged after three tries."""
 
     override_position: bool = False
     """Whether to continue although the data or its order differs from the checkpoint's."""
@@ -112,14 +107,18 @@ class DataConfig(BaseModel):
             raise ValueError(f"stages begin at {starts} tokens: each must begin after the last")
         return self
 
-    @model_validator(mode="after")
-    def _check_replicas(self) -> "DataConfig":
-        if self.replicas and self.when_corrupt == "fail":
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_old_keys(cls, values: Any) -> Any:
+        """Accepts the saved configurations of runs that were begun with `when_corrupt`."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("when_corrupt") == "skip":
             raise ValueError(
-                "data.replicas are never read with data.when_corrupt=fail: set "
-                "data.when_corrupt=refetch or skip"
+                "data.when_corrupt=skip is gone, since it changed the data that a run sees: leave it "
+                "out, and restore damaged shards or name copies of the folder in data.replicas"
             )
-        return self
+        return {key: value for key, value in values.items() if key not in _OLD_KEYS}
 
     @model_validator(mode="after")
     def _check_targets(self) -> "DataConfig":

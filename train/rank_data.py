@@ -41,7 +41,6 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         rank=run.process.rank,
         num_ranks=run.process.world_size,
         start_sample=run.progress.samples,
-        skip_folder=run.run_dir / "skipped",
         continues=None if config.data.override_position else position,
     )
     try:

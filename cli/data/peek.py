@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...data_pipeline.read.peek import DecodedRow, DocumentPart
-    from ...train.config.run_config import Config
 
 _ROWS = 3
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
@@ -57,7 +56,7 @@ def _peek(options: argparse.Namespace) -> int:
 
 def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
     from ...data_pipeline.data_config import DataConfig
-    from ...data_pipeline.read.peek import peek_split
+    from ...data_pipeline.read.peek import peek_samples, peek_split
     from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
     from ...data_pipeline.verify import data_folder
     from ...train.config.run_config import Config
@@ -73,18 +72,10 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
     config = Config.load(options.path / "config.json")
     if options.step is None:
         return peek_split(config.data, options.split, options.rows, tokenizer)
-    return _rows_of_step(options.path, config, options.step)
-
-
-def _rows_of_step(run: Path, config: "Config", step: int) -> "list[DecodedRow]":
-    from ...data_pipeline.read.peek import peek_samples
-    from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
-
-    if not 1 <= step <= config.train.steps:
-        raise ValueError(f"--step {step}: the run has steps 1 to {config.train.steps}")
-    samples = range((step - 1) * config.train.global_batch, step * config.train.global_batch)
-    tokenizer = prepared_tokenizer(config.data.directory)
-    return peek_samples(config.data, samples, tokenizer, skip_folder=run / "skipped")
+    if not 1 <= options.step <= config.train.steps:
+        raise ValueError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
+    end = options.step * config.train.global_batch
+    return peek_samples(config.data, range(end - config.train.global_batch, end), tokenizer)
 
 
 def _lines(rows: "Sequence[DecodedRow]") -> "Iterator[Text]":
@@ -98,8 +89,6 @@ def _lines(rows: "Sequence[DecodedRow]") -> "Iterator[Text]":
             number += 1
         if row.num_padding:
             yield Text(f"[{row.num_padding} places of padding]", style="dim")
-        if row.damaged:
-            yield Text("[a record batch of this row is damaged]", style="bold red")
         yield Text("")
 
 

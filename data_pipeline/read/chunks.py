@@ -19,9 +19,9 @@ from ..errors import ShardError
 from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, concat_plan
 from .token_store import TokenBatch, TokenStore
 
-BatchReader = Callable[[TokenStore, int, bool, np.ndarray | None], TokenBatch | None]
+BatchReader = Callable[[TokenStore, int, bool, np.ndarray | None], TokenBatch]
 """Reads a record batch by store, number, whether ends and mask are wanted, and an optional array for
-its tokens; None if the batch is lost and must be skipped."""
+its tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class LoadedChunk:
     # int32 [T]: the document's number in the chunk; None: not requested, or each piece is one
     flat_documents: np.ndarray | None
     continued: np.ndarray | None  # bool [P]: its first token was a target before; None: no piece's
-    damaged: np.ndarray | None  # bool [R]: some of its tokens are lost; None: no row's
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ConcatLayout:
     ):
         self._store, self._read_batch = store, read_batch
         self._seq_len, self._wanted = seq_len, wanted
-        self._heads: dict[int, TokenBatch | None] = {}
+        self._heads: dict[int, TokenBatch] = {}
         self.plan = concat_plan(
             store.batch_starts,
             seq_len,
@@ -74,7 +73,7 @@ class ConcatLayout:
         """Returns the rows of a chunk.
 
         Raises:
-            ShardError: a record batch is damaged, and the policy is not to skip it.
+            ShardError: a record batch is damaged.
         """
         first_row, end_row = self.plan.chunks.row_starts[chunk : chunk + 2].tolist()
         begin, end = first_row * self._seq_len, end_row * self._seq_len + 1
@@ -95,15 +94,14 @@ class ConcatLayout:
             flat_counts=span.counts,
             flat_documents=span.documents,
             continued=None,
-            damaged=_damaged_rows(pieces, span),
         )
 
-    def _read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch | None:
+    def _read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch:
         wanted = self._wanted
         in_full = wanted.documents or (wanted.counts and self._store.source.has_loss_mask)
         return self._read_batch(self._store, batch, in_full, into)
 
-    def _head(self, batch: int) -> TokenBatch | None:
+    def _head(self, batch: int) -> TokenBatch:
         """Returns the first S tokens of a batch, or fewer if it has fewer."""
         if batch not in self._heads:
             self._heads[batch] = _first_tokens(self._read(batch), self._seq_len)
@@ -130,7 +128,7 @@ class BestFitLayout:
         """Returns the rows of a chunk; padding fills up rows and does not count.
 
         Raises:
-            ShardError: the plan is damaged, or a record batch is and the policy is not to skip it.
+            ShardError: the plan or a record batch is damaged.
         """
         stream = self._stream(chunk)
         pieces = self._plan.read(chunk)
@@ -142,7 +140,6 @@ class BestFitLayout:
             flat_counts=stream.counts,
             flat_documents=None,
             continued=_continued(pieces, self._seq_len, len(stream.tokens)),
-            damaged=_damaged_rows(pieces, stream),
         )
 
     def _stream(self, chunk: int) -> "_Span":
@@ -170,22 +167,16 @@ class _Span:
         self.counts = np.ones(size, dtype=bool) if wanted.counts else None
         self.documents = np.zeros(size, dtype=np.int32) if wanted.documents else None
         self._num_documents = 0
-        self.lost: list[tuple[int, int]] = []
-        """Begin and end of each range that could not be read."""
 
     def place_of(self, number: int) -> np.ndarray:
         """Returns the array to decode a batch into, which must lie here whole."""
         begin, end = (self._starts[number : number + 2] - self._begin).tolist()
         return self.tokens[begin:end]
 
-    def put(self, number: int, batch: TokenBatch | None) -> None:
+    def put(self, number: int, batch: TokenBatch) -> None:
         """Adds the part of a batch that lies in this stretch; copies tokens not decoded in place."""
         begin, end = (self._starts[number : number + 2] - self._begin).tolist()
         here = slice(max(0, begin), min(end, len(self.tokens)))
-        if batch is None:
-            self.tokens[here] = 0
-            self.lost.append((here.start, here.stop))
-            return
         there = slice(here.start - begin, here.stop - begin)
         if batch.tokens.base is not self.tokens:
             self.tokens[here] = batch.tokens[there]
@@ -198,10 +189,8 @@ class _Span:
             self._num_documents += len(lengths)
 
 
-def _first_tokens(batch: TokenBatch | None, count: int) -> TokenBatch | None:
+def _first_tokens(batch: TokenBatch, count: int) -> TokenBatch:
     """Returns copies of the first tokens of a batch."""
-    if batch is None:
-        return None
     mask = None if batch.loss_mask is None else batch.loss_mask[:count].copy()
     return TokenBatch(batch.tokens[:count].copy(), batch.document_ends, mask)
 
@@ -222,13 +211,3 @@ def _continued(pieces: ChunkPieces, seq_len: int, num_tokens: int) -> np.ndarray
     ends_one = np.zeros(num_tokens, dtype=bool)
     ends_one[full + seq_len] = True
     return ends_one[pieces.starts]
-
-
-def _damaged_rows(pieces: ChunkPieces, stream: _Span) -> np.ndarray | None:
-    """Returns which rows hold a lost token, or None if none does."""
-    damaged = np.zeros(pieces.num_rows, dtype=bool)
-    for begin, end in stream.lost:
-        row_of = np.repeat(np.arange(pieces.num_rows), np.diff(pieces.row_starts))
-        lost = (pieces.starts < end) & (pieces.starts + pieces.lengths > begin)
-        damaged[row_of[lost]] = True
-    return damaged if damaged.any() else None

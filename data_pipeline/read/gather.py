@@ -40,12 +40,10 @@ class Rows:
     tokens: np.ndarray  # int64 [n, S+1]
     loss_mask: np.ndarray | None  # bool [n, S], of the targets; None: all count
     document_ids: np.ndarray | None  # int32 [n, S+1], −1: padding; None: not requested
-    damaged: np.ndarray  # bool [n]: whether tokens are lost
 
     def put(self, places: np.ndarray, other: "Rows") -> None:
         """Replaces the rows at `places` by others."""
         self.tokens[places] = other.tokens
-        self.damaged[places] = other.damaged
         if self.loss_mask is not None and other.loss_mask is not None:
             self.loss_mask[places] = other.loss_mask
         if self.document_ids is not None and other.document_ids is not None:
@@ -58,7 +56,6 @@ def empty_rows(count: int, seq_len: int, *, loss_mask: bool, document_ids: bool)
         np.empty((count, seq_len + 1), dtype=np.int64),
         np.empty((count, seq_len), dtype=bool) if loss_mask else None,
         np.empty((count, seq_len + 1), dtype=np.int32) if document_ids else None,
-        np.zeros(count, dtype=bool),
     )
 
 
@@ -86,9 +83,6 @@ class JoinedChunks:
         self._first_rows[list(chunks)] = _starts([one.pieces.num_rows for one in loaded])
         self._pieces = _listed([one.pieces for one in loaded], width)
         self._repeats = _joined_marks([one.continued for one in loaded], self._pieces)
-        self._damaged = None
-        if any(one.damaged is not None for one in loaded):
-            self._damaged = np.concatenate([_damaged(one) for one in loaded])
         counts = [one.flat_counts for one in loaded if one.flat_counts is not None]
         documents = [one.flat_documents for one in loaded if one.flat_documents is not None]
         self._columns = {
@@ -115,7 +109,6 @@ class JoinedChunks:
             self._join("tokens", chosen).astype(np.int64),
             self._loss_mask(rows, chosen) if loss_mask else None,
             self._document_ids(chosen) if document_ids else None,
-            np.zeros(len(rows), dtype=bool) if self._damaged is None else self._damaged[rows],
         )
 
     def _join(self, column: str, chosen: "_Chosen") -> np.ndarray:
@@ -245,8 +238,3 @@ def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _starts(sizes: list[int]) -> np.ndarray:
     return np.cumsum([0, *sizes[:-1]])
-
-
-def _damaged(chunk: LoadedChunk) -> np.ndarray:
-    rows = chunk.pieces.num_rows
-    return np.zeros(rows, dtype=bool) if chunk.damaged is None else chunk.damaged

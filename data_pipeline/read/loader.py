@@ -25,7 +25,7 @@ import numpy as np
 from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError
-from .corruption import BatchFetcher, SkipList, open_fetcher
+from .corruption import BatchFetcher, open_fetcher
 from .order import RowRefs
 from .rows import SplitReader
 from .samples import OrderedSamples
@@ -77,7 +77,6 @@ class Loader:
         num_ranks: the number of slices.
         start_sample: samples consumed before.
         prefetch: batches to read ahead.
-        skip_folder: records which damaged rows were replaced (`corruption`).
         poll_s: how often to look for new segments in a growing folder.
         continues: a checkpoint's position to continue from. If a growing folder has not yet sealed
             the segments read before, the first batch waits for them.
@@ -97,13 +96,11 @@ class Loader:
         num_ranks: int = 1,
         start_sample: int = 0,
         prefetch: int = 4,
-        skip_folder: Path | None = None,
         poll_s: float = 1.0,
         continues: Mapping[str, Any] | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
-        self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
-        self._fetch = open_fetcher(data, self._skipped)
+        self._fetch = open_fetcher(data)
         self.samples = OrderedSamples(data, self._fetch)
         """The order of all samples, and positions in it."""
         self._global_batch, self._micro_batch = global_batch, micro_batch
@@ -268,7 +265,7 @@ class Loader:
 
     def _read_step(self, first_sample: int, refs: RowRefs) -> Batch:
         local_first = first_sample + self._local_start
-        refs, rows = self.samples.read(local_first, refs, self._skipped)
+        rows = self.samples.read(refs)
         shape = (-1, self._micro_batch)
         return Batch(
             tokens=rows.tokens.reshape(*shape, rows.tokens.shape[1]),
@@ -353,7 +350,7 @@ def _padded_batches(
             slots = first + rank * batch_size + np.arange(batch_size)
             last = np.minimum(slots, len(rows) - 1)
             found = reader.read(rows[last])
-            counted = valid[last] & (slots < len(rows)) & ~found.damaged
+            counted = valid[last] & (slots < len(rows))
             yield ValidationBatch(found.tokens, counted, found.loss_mask, found.document_ids)
 
 

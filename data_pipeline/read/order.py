@@ -22,7 +22,7 @@ of 32,768 rows. The latest windows are cached, so a run pays some 50 ns per row.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -85,14 +85,6 @@ class SegmentOrder:
             rows[of_window] = self._rows_of_window(int(window))[inside]
         return rows
 
-    def others_of_window(self, position: int) -> np.ndarray:
-        """Returns the other rows of a position's window, starting half a window further on."""
-        window = int(self.windows_of(np.array([position]))[0])
-        rows = self._rows_of_window(window)
-        inside = position - int(self.window_starts[window])
-        places = (inside + len(rows) // 2 + np.arange(len(rows))) % len(rows)
-        return rows[places[places != inside]].astype(np.int64)
-
     def _rows_of_window(self, window: int) -> np.ndarray:
         """Returns the permuted rows of a window; caches the latest windows."""
         rows = self._windows.pop(window, None)
@@ -132,29 +124,19 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class RowRefs:
-    """Names n rows: int64 arrays [n].
-
-    `positions` count inside the segment; `SampleOrder.segment_order` maps them to `rows`.
-    """
+    """Names n rows: int64 arrays [n]."""
 
     sources: np.ndarray
     epochs: np.ndarray
     segments: np.ndarray
-    positions: np.ndarray
     rows: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, chosen: slice | np.ndarray) -> "RowRefs":
-        return RowRefs(*(getattr(self, name)[chosen] for name in _REF_FIELDS))
-
-    def with_rows(self, rows: np.ndarray) -> "RowRefs":
-        """Returns the same positions with other rows of their segments."""
-        return replace(self, rows=rows)
-
-
-_REF_FIELDS = tuple(RowRefs.__dataclass_fields__)
+        columns = (self.sources, self.epochs, self.segments, self.rows)
+        return RowRefs(*(column[chosen] for column in columns))
 
 
 class SampleOrder:
@@ -214,7 +196,7 @@ class SampleOrder:
             for epoch, segment, places in group_pairs(epochs[here], segments[here]):
                 mine = here[places]
                 rows[mine] = self.segment_order(number, epoch, segment).rows_at(positions[mine])
-        return RowRefs(numbers, epochs, segments, positions, rows)
+        return RowRefs(numbers, epochs, segments, rows)
 
     def _segment_order(self, number: int, epoch: int, segment: int) -> SegmentOrder:
         name = self.mixture.names[number]

@@ -8,7 +8,6 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import Split
 from ..tokenizers.interface import Tokenizer
-from .corruption import SkipList, open_fetcher
+from .corruption import open_fetcher
 from .gather import Rows
 from .rows import SplitReader
 from .samples import OrderedSamples
@@ -43,7 +42,6 @@ class DecodedRow:
     place: str
     documents: tuple[DocumentPart, ...]
     num_padding: int
-    damaged: bool
 
 
 def peek_split(
@@ -67,30 +65,20 @@ def peek_split(
     return [_decoded(place, rows, n, tokenizer) for n, place in enumerate(places)]
 
 
-def peek_samples(
-    data: DataConfig, samples: range, tokenizer: Tokenizer, *, skip_folder: Path | None
-) -> list[DecodedRow]:
-    """Decodes consecutive samples in the order of a run.
-
-    Args:
-        data: the run's data configuration.
-        samples: the sample numbers.
-        tokenizer: the folder's tokenizer.
-        skip_folder: where the run recorded the damaged rows that it replaced.
+def peek_samples(data: DataConfig, samples: range, tokenizer: Tokenizer) -> list[DecodedRow]:
+    """Decodes consecutive samples, by their numbers in the order of a run.
 
     Raises:
         DataError: a sample is damaged, or its segment is not sealed yet.
     """
-    skipped = SkipList(skip_folder)
     ordered = OrderedSamples(data, open_fetcher(data))
     try:
         if missing := ordered.prepare(samples.start, len(samples)):
             raise DataError(
                 f"samples {samples.start} to {samples.stop - 1} cannot be read: {missing}"
             )
-        refs, rows = ordered.read(
-            samples.start, ordered.refs_at(samples.start, len(samples)), skipped
-        )
+        refs = ordered.refs_at(samples.start, len(samples))
+        rows = ordered.read(refs)
     finally:
         ordered.close()
     names = ordered.mixture.names
@@ -115,7 +103,7 @@ def _decoded(place: str, rows: Rows, number: int, tokenizer: Tokenizer) -> Decod
         num_padding = int(np.count_nonzero(rows.document_ids[number] < 0))
     real = len(tokens) - num_padding
     parts = tuple(_document_parts(tokens[:real], learned[:real], tokenizer))
-    return DecodedRow(place, parts, num_padding, bool(rows.damaged[number]))
+    return DecodedRow(place, parts, num_padding)
 
 
 def _document_parts(

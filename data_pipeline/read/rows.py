@@ -164,7 +164,7 @@ class RowReader:
         """Reads rows by the numbers of their source, segment and row: int64 [n] each.
 
         Raises:
-            ShardError: a record batch is damaged, and the policy is not to skip it.
+            ShardError: a record batch is damaged.
         """
         found: Rows | None = None
         for source, segment, here in group_pairs(sources, segments):
@@ -261,7 +261,7 @@ class SplitReader:
             seq_len=seq_len,
             document_ids=document_ids,
             read_batch=fetch,
-            check_sizes=fetch is None or fetch.when_corrupt == "fail",
+            check_sizes=fetch is None or not fetch.replicas,
             chunk_batches=1,
         )
         manifest = self._prepared.manifest
@@ -294,7 +294,7 @@ class SplitReader:
         """Reads rows by their numbers, 0 <= n < num_rows.
 
         Raises:
-            ShardError: a record batch is damaged, and the policy is not to skip it.
+            ShardError: a record batch is damaged.
         """
         sources = np.searchsorted(self._ends, rows, side="right")
         starts = np.concatenate([[0], self._ends[:-1]])

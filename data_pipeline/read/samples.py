@@ -1,7 +1,7 @@
 """A run's order over a prepared folder: global sample numbers in, rows out.
 
-`OrderedSamples` tracks how far the folder has grown, describes positions for checkpoints, and replaces
-lost rows. `Loader` divides its samples into steps and ranks; `moebius data peek` shows them.
+`OrderedSamples` tracks how far the folder has grown, and describes positions for checkpoints. `Loader`
+divides its samples into steps and ranks; `moebius data peek` shows them.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import numpy as np
 from ..data_config import DataConfig
 from ..errors import DataError, PreparationFailedError
 from ..manifest import given_up
-from .corruption import BatchFetcher, SkipList, SkippedRow
+from .corruption import BatchFetcher
 from .gather import Rows
 from .mixture import Mixture, WeightStage, mixed
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows, group_pairs
@@ -40,7 +40,7 @@ class OrderedSamples:
             packing=data.packing,
             document_ids=data.gives_document_ids,
             read_batch=fetch,
-            check_sizes=data.when_corrupt == "fail",
+            check_sizes=not data.replicas,
         )
         check_names(self.prepared.manifest, data)
         names = [source.name for source in self.prepared.manifest.sources]
@@ -144,27 +144,13 @@ class OrderedSamples:
         many = next((many for many in _ever_fewer(count) if many <= there), count)
         return self.order.refs_at(start, many)
 
-    def read(self, first: int, refs: RowRefs, skipped: SkipList) -> tuple[RowRefs, Rows]:
-        """Reads rows, and replaces lost ones if `data.when_corrupt` says so.
+    def read(self, refs: RowRefs) -> Rows:
+        """Reads rows by their names.
 
-        Returns:
-            The names of the rows that were read, and the rows.
+        Raises:
+            ShardError: a record batch is damaged.
         """
-        refs = self._with_recorded(refs, skipped)
-        rows = self._reader.read(refs.sources, refs.segments, refs.rows)
-        for place in np.flatnonzero(rows.damaged).tolist():
-            refs, row = self._replaced(refs, place, rows)
-            skipped.add_row(
-                SkippedRow(
-                    self.mixture.names[int(refs.sources[place])],
-                    int(refs.epochs[place]),
-                    int(refs.segments[place]),
-                    row,
-                    first + place,
-                    int(refs.rows[place]),
-                )
-            )
-        return refs, rows
+        return self._reader.read(refs.sources, refs.segments, refs.rows)
 
     def digest(self, first: int, refs: RowRefs) -> int:
         """Returns the sum, modulo 2**31, of a hash per row of sample, name and segment content."""
@@ -281,42 +267,6 @@ class OrderedSamples:
             described = f"{name} {segment} {self.prepared.content_of(name, segment)}".encode()
             self._content[key] = int.from_bytes(hashlib.sha256(described).digest()[:8], "big")
         return self._content[key]
-
-    def _with_recorded(self, refs: RowRefs, skipped: SkipList) -> RowRefs:
-        """Applies the replacements that an earlier run recorded."""
-        if not skipped.rows:
-            return refs
-        rows = refs.rows.copy()
-        columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
-        keys = zip(*(column.tolist() for column in columns), strict=True)
-        for place, (source, *rest) in enumerate(keys):
-            found = skipped.rows.get((self.mixture.names[source], *rest))
-            if found is not None:
-                rows[place] = found.replaced_by
-        return refs.with_rows(rows)
-
-    def _replaced(self, refs: RowRefs, place: int, rows: Rows) -> tuple[RowRefs, int]:
-        """Replaces a lost row by the first intact one from half a window further on.
-
-        Returns:
-            The names with the replacement, and the lost row.
-        """
-        source, epoch, segment = (
-            int(column[place]) for column in (refs.sources, refs.epochs, refs.segments)
-        )
-        lost = int(refs.rows[place])
-        order = self.order.segment_order(source, epoch, segment)
-        for row in order.others_of_window(int(refs.positions[place])).tolist():
-            one = self._reader.read(np.array([source]), np.array([segment]), np.array([row]))
-            if not one.damaged[0]:
-                rows.put(np.array([place]), one)
-                changed = refs.rows.copy()
-                changed[place] = row
-                return refs.with_rows(changed), lost
-        raise DataError(
-            f"all rows of a window of segment {segment} of source {self.mixture.names[source]!r} are lost: "
-            "restore the folder from a copy"
-        )
 
     def _segments_reached(self, name: str, count: int) -> tuple[int, bool]:
         """Returns how many segments a source's first `count` rows span, and whether it wrapped."""

@@ -184,12 +184,10 @@ MATRIX = (
     Fault(
         "F17",
         "flip a bit of a token batch, truncate or delete a shard",
-        "fail, refetch or skip as configured; what is skipped is the same on resume and any layout",
+        "read again, then from a copy; without a whole one the run ends, and the error names the batch",
         """
-        tests/data_pipeline/read/test_corruption.py::test_by_default_damage_ends_the_run_and_is_named
+        tests/data_pipeline/read/test_corruption.py::test_damage_without_a_whole_copy_ends_the_run_and_is_named
         tests/data_pipeline/read/test_corruption.py::test_a_replica_heals_and_nobody_notices
-        tests/data_pipeline/read/test_corruption.py::test_all_ranks_and_every_restart_decide_alike
-        tests/data_pipeline/read/test_corruption.py::test_a_shard_that_is_gone_is_too_much
         """,
     ),
     Fault(

@@ -8,7 +8,7 @@ makes the same run undisturbed. Compared are the SHA-256 of all tensors in the l
 optimizer's; the sample digest and loss of each step; and the SHA-256 of the prepared data. The layout never
 changes, so all must be equal bit for bit.
 
-Token batches are not damaged: without a replica, that ends a run as configured
+Token batches are not damaged: without a replica, that ends a run
 (tests/data_pipeline/read/test_corruption.py).
 
 A seed always gives the same plan, but what a fault meets depends on the machine's speed. Everything is kept in

@@ -86,7 +86,7 @@ from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.samples import OrderedSamples
-from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
+from moebius.data_pipeline.read.corruption import open_fetcher
 
 folder = Path(sys.argv[1])
 (folder / "text.jsonl").write_text('{"text": "one two three"}\\n{"text": "four five six"}\\n')
@@ -98,7 +98,7 @@ for shuffle in (False, True):
     prepare(source, config.directory)
     samples = OrderedSamples(config, open_fetcher(config))
     assert samples.prepare(0, 2) == ""
-    samples.read(0, samples.refs_at(0, 2), SkipList())
+    samples.read(samples.refs_at(0, 2))
     samples.close()
 assert "numpy" in asked
 assert "pandas" not in asked

@@ -114,9 +114,15 @@ def _stages(*starts: int, **weights: Any) -> dict[str, Any]:
         (_stages(5, web="nan"), "stages.0"),
         ({"targets": "paired", "seq_len": 33}, "set data.seq_len=34"),
         ({"sequence_length": 3}, "sequence_length"),
-        ({"replicas": ["copies"]}, "never read with data.when_corrupt=fail"),
+        ({"when_corrupt": "skip"}, r"when_corrupt=skip is gone.*data.replicas"),
     ],
 )
 def test_impossible_ways_of_reading_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DataConfig.model_validate(values)
+
+
+@pytest.mark.parametrize("old", ["fail", "refetch"])
+def test_a_configuration_saved_with_a_policy_for_damage_remains_valid(old: str) -> None:
+    values = {"seq_len": 32, "when_corrupt": old, "max_skipped_batches": 3}
+    assert DataConfig.model_validate(values) == DataConfig(seq_len=32)

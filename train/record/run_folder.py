@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
 config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
-sinks/ · skipped/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
+sinks/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
 import contextlib
@@ -27,9 +27,7 @@ _SECTIONS_THAT_MAY_CHANGE = {"mesh", "checkpoint", "job"}
 _KEYS_THAT_MAY_CHANGE = {
     "kernels.backend",
     "data.directory",
-    "data.when_corrupt",
     "data.replicas",
-    "data.max_skipped_batches",
     "data.override_position",
     "train.steps",
     "train.micro_batch",

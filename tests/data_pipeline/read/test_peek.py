@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from made_folder import Document, MadeFolder, documents, flip
+from made_folder import Document, MadeFolder, documents
 
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.read.loader import Loader
@@ -34,7 +34,7 @@ def text_of(row: DecodedRow) -> str:
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_samples_are_those_of_the_loader(made: MadeFolder, packing: str) -> None:
     data = made.config(seq_len=S, packing=packing)
-    rows = peek_samples(data, range(4, 40), TOKENIZER, skip_folder=None)
+    rows = peek_samples(data, range(4, 40), TOKENIZER)
     with Loader(data, global_batch=36, micro_batch=36, start_sample=4) as loader:
         tokens = next(loader).tokens[0]
     assert any(row.num_padding for row in rows) == (packing == "best_fit")
@@ -64,15 +64,7 @@ def test_rows_of_a_split_are_from_all_over_it(made: MadeFolder) -> None:
 def test_samples_that_are_not_sealed_yet_are_refused(tmp_path: Path) -> None:
     growing = MadeFolder(tmp_path / "made").seal("text", documents(0, 3))
     with pytest.raises(DataError, match="samples 5000 to 5003 cannot be read"):
-        peek_samples(growing.config(), range(5000, 5004), TOKENIZER, skip_folder=None)
-
-
-def test_looking_at_replaced_rows_writes_nothing_down(made: MadeFolder, tmp_path: Path) -> None:
-    damaged = made.copied(tmp_path / "made")
-    flip(damaged.folder, "a", 0, 2)
-    data = damaged.config(seq_len=S, when_corrupt="skip")
-    assert len(peek_samples(data, range(200), TOKENIZER, skip_folder=tmp_path / "skipped")) == 200
-    assert not (tmp_path / "skipped").exists()
+        peek_samples(growing.config(), range(5000, 5004), TOKENIZER)
 
 
 def test_what_would_steer_a_terminal_is_shown() -> None:
