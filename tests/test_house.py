@@ -306,7 +306,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
-PULLED_IN = {"train/loop.py": 137}  # files
+PULLED_IN = {"train/loop.py": 139}  # files
 CORE_LINES = 63_500
 
 
@@ -436,8 +436,8 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (the_loop_is_short_and_imports_little, {"train/loop.py": "\n" * 201}, r"train/loop.py: 201 lines"),
     (the_loop_is_short_and_imports_little, {"train/run.py": "\n" * 301}, r"train/run.py: 301 lines"),
     (the_loop_is_short_and_imports_little, {
-        "train/loop.py": "from ..model import f0", **{f"model/f{n}.py": f"from . import f{n + 1}" for n in range(137)},
-    }, r"pulls in 13\d files"),
+        "train/loop.py": "from ..model import f0", **{f"model/f{n}.py": f"from . import f{n + 1}" for n in range(139)},
+    }, r"pulls in 14\d files"),
     (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 63\d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...model.cost import Flops, Parameters, count_parameters, forward_flops, is_upper_bound
-from ...model.loops.pair import BUDGETS, budgets
+from ...model.loops.pair import BUDGETS, Budget, budgets, unlooped
 from ...model.routers.router import Promises
 from ...train.config.resolve import resolve
 from ...train.config.run_config import Config
@@ -62,21 +62,27 @@ def catalogue(names: Sequence[str], recipes: Mapping[str, Callable[[], Config]])
     return (_entry(name, config, _first_line(recipes.get(name))) for name, config in configs)
 
 
-def arms_of(name: str) -> list[str]:
-    """Returns a looped recipe's name, and those of its unlooped partners."""
-    return [name, f"{name}@unlooped", *(f"{name}@unlooped-{each}" for each in BUDGETS[1:])]
+def partner_of(config: Config, budget: Budget) -> Config:
+    """Returns the configuration with the model's partner without loops (model/loops/pair.py).
+
+    Raises:
+        ValueError: the model has no loops, or cannot be without them.
+    """
+    model = unlooped(config.model, config.data.seq_len, budget)
+    return Config.model_validate(config.model_dump() | {"model": model.model_dump()})
 
 
-def differences(name: str, recipes: Mapping[str, Callable[[], Config]]) -> list[str]:
-    """Says how equal each unlooped partner is in the budget that it is made for."""
+def pair(name: str, recipes: Mapping[str, Callable[[], Config]]) -> tuple[list[Entry], list[str]]:
+    """Returns the entries of a looped recipe and its partners, and how equal each partner is."""
     looped = resolve(name, (), recipes)
     own = budgets(looped.model, looped.data.seq_len)
-    lines = []
-    for arm, budget in zip(arms_of(name)[1:], BUDGETS, strict=True):
-        partner = resolve(arm, (), recipes)
+    entries, lines = [_entry(name, looped, _first_line(recipes.get(name)))], []
+    for budget in BUDGETS:
+        arm, partner = f"{name} --unlooped {budget}", partner_of(looped, budget)
         share = own.difference(budgets(partner.model, partner.data.seq_len), budget)
         lines.append(f"{arm}: {budget} {'equal' if share == 0 else f'{share:+.3%}'}")
-    return lines
+        entries.append(_entry(arm, partner, ""))
+    return entries, lines
 
 
 def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:

@@ -29,6 +29,7 @@ def add_commands(commands: Commands) -> None:
             'config "gradient checkpointing"',
             "config smoke optim.learning_rate=1e-3 > mine.toml",
             "config smoke --diff",
+            "config huginn_moe --unlooped flops > partner.toml",
         ],
     )
     parser.add_argument(
@@ -41,6 +42,11 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="only the values that differ from their defaults"
     )
+    parser.add_argument(
+        "--unlooped",
+        choices=["flops", "parameters", "cache"],
+        help="the partner without loops that is equal in this (docs/models.md)",
+    )
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -50,6 +56,7 @@ def _config(options: argparse.Namespace) -> int:
     from ...train.config.resolve import resolve
     from ...train.config.run_config import Config
     from ...train.recipes.smoke import RECIPES
+    from .catalogue import partner_of
 
     name = options.name or ""
     if found := _search(" ".join([name, *options.overrides]), RECIPES):
@@ -57,14 +64,16 @@ def _config(options: argparse.Namespace) -> int:
         return 0
     if name and name.partition(".")[0] not in Config.model_fields:
         config = resolve(name, options.overrides, RECIPES)
+        if options.unlooped:
+            config = partner_of(config, options.unlooped)
         if options.diff:
             Console().print(_differences(config))
         else:
             print(commented(config), end="")
         return 0
-    if options.overrides or options.diff:
+    if options.overrides or options.diff or options.unlooped:
         raise ValueError(
-            f"moebius config {name}: overrides and --diff belong to a recipe or a TOML file, "
+            f"moebius config {name}: overrides and options belong to a recipe or a TOML file, "
             "for example moebius config smoke --diff"
         )
     Console(highlight=False).print(_look_up(name) if name else _sections())

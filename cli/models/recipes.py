@@ -35,21 +35,23 @@ def _models(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...train.recipes.smoke import RECIPES
-    from .catalogue import arms_of, catalogue, differences, render_catalogue
+    from .catalogue import catalogue, pair, render_catalogue
 
-    names = options.names
-    if options.pair is not None:
-        if not names:
-            raise ValueError("--pair needs a recipe with loops: moebius models huginn_moe --pair …")
-        names = [arm for name in names for arm in arms_of(name)]
+    if options.pair is not None and not options.names:
+        raise ValueError("--pair needs a recipe with loops: moebius models huginn_moe --pair …")
+    lines: list[str] = []
     with Console(stderr=True).status("counting"):
-        entries = list(catalogue(names, RECIPES))
+        if options.pair is None:
+            entries = list(catalogue(options.names, RECIPES))
+        else:
+            pairs = [pair(name, RECIPES) for name in options.names]
+            entries = [entry for found, _ in pairs for entry in found]
+            lines = [line for _, found in pairs for line in found]
     if options.json:
         print(json.dumps([entry.plain() for entry in entries], indent=2))
     else:
         console = Console()
         console.print(render_catalogue(entries, width=console.width))
-        if options.pair is not None:
-            for name in options.names:
-                console.print("\n".join(differences(name, RECIPES)), highlight=False)
+        if lines:
+            console.print("\n".join(lines), highlight=False)
     return 0

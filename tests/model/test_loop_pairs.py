@@ -6,7 +6,6 @@ import pytest
 
 from moebius.cli.main import main
 from moebius.model.loops.pair import BUDGETS, Budget, budgets, unlooped
-from moebius.train.config.errors import ConfigError
 from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 
@@ -38,44 +37,41 @@ def test_arms_are_equal_to_the_unit_of_a_width(name: str, budget: Budget) -> Non
 
 
 def test_layers_keep_their_place() -> None:
-    partner = resolve("huginn_moe@unlooped", (), RECIPES).model
+    model = RECIPES["huginn_moe"]().model
+    partner = unlooped(model, 1024)
     assert partner.num_layers == 10
     assert partner.sparse_members == tuple(range(1, 9))
-    assert resolve("huginn_moe@unlooped-parameters", (), RECIPES).model.sparse_members == (1, 2)
+    assert unlooped(model, 1024, "parameters").sparse_members == (1, 2)
 
 
-def test_a_file_changes_its_recipe_before_the_pair(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('recipe = "huginn_moe@unlooped"\nmodel.num_layers = 18\ntrain.steps = 7\n')
+def test_a_partner_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="applies no layer twice"):
+        unlooped(RECIPES["dense"]().model, 1024)
+
+
+def test_the_command_writes_the_partner_of_the_changed_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = ["model.num_layers=18", "train.steps=7"]
-    assert resolve(str(file), (), RECIPES) == resolve("huginn_moe@unlooped", changes, RECIPES)
-
-
-def test_changes_are_made_before_the_pair() -> None:
-    partner = resolve("parcae_moe@unlooped", ["model.num_layers=18", "train.steps=7"], RECIPES)
-    assert (partner.model.num_layers, partner.train.steps) == (18, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("dense@unlooped", "applies no layer twice"),
-        ("huginn_moe@unlooped-bytes", "there is no arm @unlooped-bytes; there are @unlooped, "),
-        ("nothing@unlooped", "there is no recipe 'nothing'"),
-    ],
-)
-def test_a_partner_that_cannot_be_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(name, (), RECIPES)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["config", "parcae_moe", *changes, "--unlooped", "flops"])
+    file = tmp_path / "partner.toml"
+    file.write_text(capsys.readouterr().out)
+    partner, looped = resolve(str(file), (), RECIPES), resolve("parcae_moe", changes, RECIPES)
+    assert partner.model == unlooped(looped.model, looped.data.seq_len)
+    assert partner.train == looped.train
+    with pytest.raises(SystemExit):
+        main(["config", "dense", "--unlooped", "flops"])
+    assert "applies no layer twice" in capsys.readouterr().err
 
 
 def test_the_command_says_by_how_much_arms_differ(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["models", "parcae_moe", "--pair", "looped,unlooped"])
     shown = capsys.readouterr().out
-    assert "parcae_moe@unlooped: flops -0.182%" in shown
-    assert "parcae_moe@unlooped-parameters: parameters -0.030%" in shown
-    assert "parcae_moe@unlooped-cache: cache equal" in shown
+    assert "parcae_moe --unlooped flops: flops -0.182%" in shown
+    assert "parcae_moe --unlooped parameters: parameters -0.030%" in shown
+    assert "parcae_moe --unlooped cache: cache equal" in shown
     with pytest.raises(SystemExit):
         main(["models", "--pair", "looped,unlooped"])
     assert "--pair needs a recipe with loops" in capsys.readouterr().err

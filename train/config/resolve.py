@@ -24,45 +24,21 @@ from .run_config import Config
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
-_ARM = "@"  # beside the sections of a file whose recipe is RECIPE@unlooped
-
 
 def resolve(
     name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]
 ) -> Config:
     """Returns the configuration of a recipe or a TOML file, with dotted overrides applied.
 
-    `NAME@unlooped` is its partner without loops at equal FLOPs; `@unlooped-parameters` and
-    `@unlooped-cache` are equal in those (model/loops/pair.py).
-
     Raises:
         ConfigError: no such recipe or file, or a bad override; an unknown key comes with a
             suggestion.
     """
-    base, at, arm = name_or_file.rpartition("@")
-    if at and arm.startswith("unlooped"):
-        return _unlooped(resolve(base, overrides, recipes), arm, origin=name_or_file)
     values, given = _base_values(name_or_file, recipes)
-    arm = values.pop(_ARM, None)  # of the file's recipe; the pair is made last
     _take_from_folder(values, given, overrides)
     config = _built_with(values, overrides, origin=name_or_file)
     _check_folder(config, given, overrides)
-    return config if arm is None else _unlooped(config, str(arm), origin=name_or_file)
-
-
-def _unlooped(config: Config, arm: str, *, origin: str) -> Config:
-    from ...model.loops.pair import BUDGETS, unlooped  # which counts on a model
-
-    budget = arm.removeprefix("unlooped").removeprefix("-") or "flops"
-    if budget not in BUDGETS:
-        arms = ", ".join(["@unlooped", *(f"@unlooped-{each}" for each in BUDGETS)])
-        raise ConfigError(f"{origin}: there is no arm @{arm}; there are {arms}")
-    try:
-        model = unlooped(config.model, config.data.seq_len, budget)
-    except ValueError as error:
-        raise ConfigError(f"{origin}: {error}") from None
-    values = config.model_dump(mode="json") | {"model": model.model_dump(mode="json")}
-    return validated(Config, values, origin=origin)
+    return config
 
 
 def _base_values(
@@ -157,9 +133,6 @@ def _recipe_values(
     name: str, recipes: Mapping[str, Callable[[], Config]], *, where: str
 ) -> dict[str, Any]:
     """Returns the plain values of a recipe from the table or of `package.module:function`."""
-    base, at, arm = name.rpartition("@")
-    if at and arm.startswith("unlooped"):
-        return _recipe_values(base, recipes, where=where) | {_ARM: arm}
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
     if os.path.exists(name):  # False for a name that no file can have; Path's raises OSError

@@ -43,15 +43,6 @@ def test_flops_can_be_matched_by_steps_with_the_schedule_following(tmp_path: Pat
     assert train.eval_every == train.steps // 2
 
 
-def test_an_unlooped_arm_is_equal_without_a_scaled_field(tmp_path: Path):
-    text = TINY.replace(SCALED, 'match = "flops"').replace("num_layers = 2", "num_layers = 6")
-    text = text.replace('recipe = "moeut_g1"', 'recipe = "moeut@unlooped"')
-    _, (looped, unlooped), _ = planned(tmp_path, text)
-    assert (looped.config.model.num_repeats, unlooped.config.model.num_repeats) == (3, 1)
-    assert unlooped.size.flops == looped.size.flops
-    assert unlooped.deviation == 0
-
-
 def test_the_file_may_say_itself_how_often_is_evaluated(tmp_path: Path):
     text = TINY.replace("[common.train]", "[common.train]\neval_every = 4")
     _, arms, _ = planned(tmp_path, text)
