@@ -17,9 +17,10 @@ from ..kernels.fused.norm import NormedRows, add_norm, add_norm_reference
 from ..kernels.fused.rotary import rotate_pair, rotate_reference
 from ..kernels.fused.router import route_top_k
 from ..model.layers import rotary_table
-from ..model.routing import Routes, token_routes
+from ..model.routing import token_routes
 
 TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 300, 8, 2, 64, 32
+WIDE = torch.float64
 # Relative errors in norm; `segments` on a CPU reaches 3e-7 and 4.4e-3 in these calls.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROUTER_TOLERANCE = 5e-5  # logits come from bfloat16 products: 4e-6 in the interpreter
@@ -35,15 +36,6 @@ class GpuCheck:
     advice: str = ""  # if it is not ok
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Holds a call of the experts, and its weights in float64."""
-
-    name: str
-    weights: list[Tensor]
-    run: Callable[[Tensor, list[Tensor], Routes, str], Tensor]
-
-
 def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
     """Compares Triton's kernels of experts, norms, rotation and routers with the references.
 
@@ -55,9 +47,10 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
             check, False, f"Triton's kernels cannot run: {reason}", "see docs/kernels.md"
         )
     worst, faults = 0.0, list[str]()
-    for what, most, run in _comparisons(device, dtype):
+    for case in _cases(dtype):
+        what, most = f"triton, {case.name}", case.tolerance or TOLERANCE[dtype]
         try:
-            errors = run()
+            errors = _errors(case, device, dtype)
         except Exception as error:  # noqa: BLE001 (a compiler's have no common base)
             root: BaseException = error
             while root.__cause__ is not None:  # the compiler's innermost error has the reason
@@ -79,176 +72,109 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
     )
 
 
-def _comparisons(
-    device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, float, Callable[[], dict[str, float]]]]:
-    """Yields operations, their tolerance, and functions that return the values' relative errors."""
-    most, here, cpu = TOLERANCE[dtype], (device, dtype), (torch.device("cpu"), dtype)
-    for call in _calls():
-        of = partial(_outputs, call)
-        run = partial(_compare, partial(of, *cpu, "reference"), partial(of, *here, "triton"))
-        yield f"triton, {call.name}", most, run
-    expected = partial(_norms, *cpu, add_norm_reference)
-    norms = partial(_compare, expected, partial(_norms, *here, add_norm))
-    yield "triton, residual and norm", most, norms
-    expected = partial(_rotations, *cpu, _rotated_by_reference)
-    rotations = partial(_compare, expected, partial(_rotations, *here, rotate_pair))
-    yield "triton, rotation", most, rotations
-    if dtype is torch.float32:  # routers always compute in float32
-        yield "router", ROUTER_TOLERANCE, partial(_router_errors, device)
+@dataclass(frozen=True)
+class _Case:
+    """Describes an operation: it takes operands, from rows on, and returns outputs."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    run: Callable[..., tuple[Tensor, ...]]  # in the products' dtype, on the GPU
+    exact: Callable[..., tuple[Tensor, ...]]  # in float64, on the CPU
+    outputs: tuple[str, ...] = ("output",)
+    wide: tuple[str, ...] = ()  # operands in float32 whatever the products' dtype
+    tolerance: float | None = None  # None: the dtype's
 
 
-def _compare(
-    expected: Callable[[], dict[str, Tensor]], found: Callable[[], dict[str, Tensor]]
-) -> dict[str, float]:
-    """Returns the relative error of every value."""
-    right = expected()
-    return {
-        name: ((value - right[name]).norm() / right[name].norm()).item()
-        for name, value in found().items()
-    }
-
-
-def _calls() -> Iterator[_Call]:
-    generator = torch.Generator().manual_seed(0)
-
-    def new(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
-
-    def mlp(activation: str) -> _Call:
-        columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
-        return _Call(
-            f"perceptrons with {activation}",
-            [new(EXPERTS, WIDTH, columns), new(EXPERTS, HIDDEN, WIDTH)],
-            lambda x, weights, routes, backend: routed_mlp(
-                x, weights[0], weights[1], routes, activation=activation, backend=backend
-            ),
-        )
-
-    yield from (mlp(activation) for activation in ("relu", "gelu", "swiglu"))
-    for width in (HIDDEN, 2 * WIDTH):  # the gate's gradient is computed on the narrow side
-        yield _Call(
-            f"matrices from {WIDTH} to {width}",
-            [new(EXPERTS, WIDTH, width)],
-            lambda x, weights, routes, backend: routed_linear(
-                x, weights[0], routes, backend=backend
-            ),
-        )
-
-
-def _outputs(
-    call: _Call, device: torch.device, dtype: torch.dtype, backend: str
-) -> dict[str, Tensor]:
-    """Returns output and gradients, float64 on the CPU.
-
-    The reference computes in float64 with operands rounded to `dtype`.
-    """
-    wide = torch.float64 if backend == "reference" else dtype
-    generator = torch.Generator().manual_seed(1)
-
-    def operand(value: Tensor) -> Tensor:
-        return value.to(dtype).to(device, wide).requires_grad_()
-
-    x = operand(torch.randn(TOKENS, WIDTH, generator=generator))
-    weights = [operand(weight) for weight in call.weights]
-    choice = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K].to(device)
-    gates = torch.rand(TOKENS, TOP_K, generator=generator).to(device).requires_grad_()
-    y = call.run(x, weights, token_routes(choice, gates, num_experts=EXPERTS), backend)
-    grad = torch.randn(y.shape, generator=generator).to(dtype).to(device, y.dtype)
-    gradients = torch.autograd.grad(y, [x, gates, *weights], grad)
-    names = ["output", "gradient of rows", "gradient of gates", "gradient of weights", "of w_down"]
-    found = [y.detach(), *gradients]
-    return {name: each.double().cpu() for name, each in zip(names, found, strict=False)}
-
-
-def _operands(seed: int, device: torch.device, *, exact: bool) -> Callable[..., Tensor]:
-    """Returns a function that draws operands, rounded to `of` and widened if `exact`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-        value = torch.randn(shape, generator=generator).to(of)
-        return value.to(device, torch.float64 if exact else of)
-
-    return operand
-
-
-def _norms(
-    device: torch.device, dtype: torch.dtype, run: Callable[..., NormedRows]
-) -> dict[str, Tensor]:
-    """Returns outputs and gradients of addition and norm, float64 on the CPU.
-
-    Rows are added and copied in `dtype`; the reference computes in float64.
-    """
-    exact = run is add_norm_reference
-    operand = _operands(2, device, exact=exact)
-    given = [operand(TOKENS, WIDTH), operand(TOKENS, WIDTH, of=dtype)]
-    given += [operand(WIDTH), operand(WIDTH)]
-    given = [value.requires_grad_() for value in given]
-    low = torch.float64 if exact else dtype
-    rows = run(*given, 1e-5, low=low, copies=("normed", "total"))
+def _cases(dtype: torch.dtype) -> Iterator[_Case]:
+    yield from _expert_cases()
     names = ("sum", "norm", "copy of the norm", "copy of the sum")
+    shapes = {"rows": (TOKENS, WIDTH), "added rows": (TOKENS, WIDTH)}
+    shapes |= {"weight": (WIDTH,), "bias": (WIDTH,)}
+    run, exact = partial(_normed, add_norm, dtype), partial(_normed, add_norm_reference, WIDE)
+    yield _Case("residual and norm", shapes, run, exact, names, ("rows", "weight", "bias"))
+    shapes = dict.fromkeys(("queries", "keys"), (2, 60, 3, WIDTH))
+    yield _Case("rotation", shapes, _rotated, partial(_rotated, exact=True), ("queries", "keys"))
+    if dtype is torch.float32:  # routers always compute in float32
+        shapes = {"rows": (TOKENS, WIDTH), "weights": (2 * EXPERTS, WIDTH)}
+        names = ("logits", "gates")
+        yield _Case("router", shapes, _routed, _routed_exactly, names, tolerance=ROUTER_TOLERANCE)
+
+
+def _expert_cases() -> Iterator[_Case]:
+    rows = {"rows": (TOKENS, WIDTH), "gates": (TOKENS, TOP_K)}
+    for activation in ("relu", "gelu", "swiglu"):
+        columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
+        shapes = {"weights": (EXPERTS, WIDTH, columns), "w_down": (EXPERTS, HIDDEN, WIDTH)}
+        run = partial(_experts, partial(routed_mlp, activation=activation))
+        name = f"perceptrons with {activation}"
+        yield _Case(name, rows | shapes, run, partial(run, exact=True), wide=("gates",))
+    for width in (HIDDEN, 2 * WIDTH):  # the gate's gradient is computed on the narrow side
+        shapes, run = {"weights": (EXPERTS, WIDTH, width)}, partial(_experts, routed_linear)
+        name = f"matrices from {WIDTH} to {width}"
+        yield _Case(name, rows | shapes, run, partial(run, exact=True), wide=("gates",))
+
+
+def _experts(
+    operation: Callable[..., Tensor],
+    x: Tensor,
+    gates: Tensor,
+    *weights: Tensor,
+    exact: bool = False,
+) -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    choice = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K]
+    routes = token_routes(choice.to(x.device), gates, num_experts=EXPERTS)
+    return (operation(x, *weights, routes, backend="reference" if exact else "triton"),)
+
+
+def _normed(
+    operation: Callable[..., NormedRows], low: torch.dtype, *operands: Tensor
+) -> tuple[Tensor, ...]:
+    rows = operation(*operands, 1e-5, low=low, copies=("normed", "total"))
     assert rows.normed is not None, "the norm was requested"
-    outputs = dict(zip(names, (rows.total, rows.normed, *rows.copies), strict=True))
-    grads = [operand(TOKENS, WIDTH) for _ in outputs]
-    grads = [grad.to(out.dtype) for grad, out in zip(grads, outputs.values(), strict=True)]
-    gradients = torch.autograd.grad(list(outputs.values()), given, grads)
-    names = ("gradient of rows", "gradient of added rows", "gradient of weight", "of bias")
-    found = outputs | dict(zip(names, gradients, strict=True))
-    return {name: value.detach().double().cpu() for name, value in found.items()}
+    return rows.total, rows.normed, *rows.copies
 
 
-def _rotations(
-    device: torch.device, dtype: torch.dtype, run: Callable[..., tuple[Tensor, Tensor]]
-) -> dict[str, Tensor]:
-    """Returns partly rotated queries and keys and their gradients, float64 on the CPU.
-
-    The reference computes in float64.
-    """
-    exact = run is _rotated_by_reference
-    operand = _operands(3, device, exact=exact)
-    rows = [operand(2, 60, 3, WIDTH, of=dtype).transpose(1, 2).requires_grad_() for _ in range(2)]
-    wide = torch.float64 if exact else torch.float32
-    positions = torch.arange(3, 63, device=device, dtype=wide)
-    table = rotary_table(positions, WIDTH // 2, 10_000.0)
-    outputs = run(*rows, *table, scale=0.5)
-    grads = [operand(*out.shape).to(out.dtype) for out in outputs]
-    found = (*outputs, *torch.autograd.grad(outputs, rows, grads))
-    names = ("queries", "keys", "gradient of queries", "gradient of keys")
-    return {name: value.detach().double().cpu() for name, value in zip(names, found, strict=True)}
+def _rotated(q_BSHC: Tensor, k_BSHC: Tensor, *, exact: bool = False) -> tuple[Tensor, ...]:
+    positions = torch.arange(3, 63, device=q_BSHC.device, dtype=WIDE if exact else torch.float32)
+    cos, sin = rotary_table(positions, WIDTH // 2, 10_000.0)
+    rows = q_BSHC.transpose(1, 2), k_BSHC.transpose(1, 2)
+    if exact:
+        return tuple(rotate_reference(x, cos, sin, scale=0.5) for x in rows)
+    return rotate_pair(*rows, cos, sin, scale=0.5)
 
 
-def _rotated_by_reference(
-    q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    q_BHSC, k_BHSC = (rotate_reference(x, cos, sin, scale=scale) for x in (q_BHSC, k_BHSC))
-    return q_BHSC, k_BHSC
-
-
-def _router_errors(device: torch.device) -> dict[str, float]:
-    """Returns relative errors of a router's logits, gates and gradients against float64.
-
-    None of the 300 rows is close enough to another choice for rounding to change it.
-    """
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(TOKENS, WIDTH, generator=generator)
-    weight = torch.randn(2 * EXPERTS, WIDTH, generator=generator) / WIDTH**0.5
-    exact_x, exact_weight = (each.double().requires_grad_() for each in (x, weight))
-    logits_THA = (exact_x @ exact_weight.T).unflatten(1, (2, EXPERTS))
-    gates_THK = logits_THA.topk(TOP_K, dim=-1).values.sigmoid()
-    expected = (
-        logits_THA,
-        gates_THK,
-        *_square_gradients(logits_THA, gates_THK, exact_x, exact_weight),
-    )
-    x, weight = (each.to(device).requires_grad_() for each in (x, weight))
+def _routed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     logits_THA, _, gates_THK = route_top_k(x, weight, top_k=TOP_K, gate="sigmoid", heads=2)
-    found = (logits_THA, gates_THK, *_square_gradients(logits_THA, gates_THK, x, weight))
-    names = ("logits", "gates", "gradients of rows", "gradients of weights")
-    return {
-        name: ((mine.detach().double().cpu() - other).norm() / other.norm()).item()
-        for name, mine, other in zip(names, found, expected, strict=True)
+    return logits_THA, gates_THK
+
+
+def _routed_exactly(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """No row is so close to another choice that rounding could change it."""
+    logits_THA = (x @ weight.T).unflatten(1, (2, EXPERTS))
+    return logits_THA, logits_THA.topk(TOP_K, dim=-1).values.sigmoid()
+
+
+def _errors(case: _Case, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Returns the relative errors of outputs and gradients; both sides read rounded operands."""
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator) / (shape[1] ** 0.5 if len(shape) == 3 else 1)
+
+    given = {
+        name: draw(shape).to(torch.float32 if name in case.wide else dtype)
+        for name, shape in case.shapes.items()
     }
-
-
-def _square_gradients(logits_THA: Tensor, gates_THK: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(logits_THA.square().sum() + 9 * gates_THK.square().sum(), of)
+    exact = [value.to(WIDE).requires_grad_() for value in given.values()]
+    operands = [value.to(device).requires_grad_() for value in given.values()]
+    expected, found = case.exact(*exact), case.run(*operands)
+    grads = [draw(tuple(out.shape)).to(out.dtype).to(device) for out in found]
+    wide_grads = [grad.to("cpu", WIDE) for grad in grads]
+    expected = [*expected, *torch.autograd.grad(expected, exact, wide_grads)]
+    found = [*found, *torch.autograd.grad(found, operands, grads)]
+    names = [*case.outputs, *(f"gradient of {name}" for name in given)]
+    return {
+        name: ((mine.detach().to("cpu", WIDE) - right).norm() / right.norm()).item()
+        for name, mine, right in zip(names, found, expected, strict=True)
+    }

@@ -73,12 +73,12 @@ def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "found"),
     [
-        (router, "route_top_k", other_experts, "router: gradients of rows: off by"),
+        (router, "route_top_k", other_experts, "router: gradient of rows: off by"),
         (
             router_gradients,
             "route_top_k_backward",
             larger_gradient,
-            "router: gradients of weights: off by",
+            "router: gradient of weights: off by",
         ),
         (norm, "add_norm_backward", other_rows, "residual and norm: gradient of rows: off"),
         (rotary, "rotate_pair", never_back, "rotation: gradient of queries: off"),
@@ -89,7 +89,7 @@ def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
 def test_another_wrong_kernel_is_named(
     module: Any, name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "_calls", lambda: iter(()))
+    monkeypatch.setattr(gpu_check, "_expert_cases", lambda: iter(()))
     assert gpu_check.check_kernels(CPU, torch.float32).is_ok
     monkeypatch.setattr(module, name, partial(wrong, right=getattr(module, name)))
     finding = gpu_check.check_kernels(CPU, torch.float32)
