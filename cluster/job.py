@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from ..plugins import runs_near
-from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
 from . import liveness
@@ -105,8 +104,6 @@ class Launch:
         default_factory=dict
     )  # mesh keys that change in this generation
     supervisor_timeout_s: float = 120.0  # of silence, after which a node ends its ranks
-    log_max_bytes: int = MAX_BYTES
-    log_pieces: int = PIECES
     configuration: str = field(default="", repr=False)  # text of the run's config.json
     # tells its submission in the journal from others
     id: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)

@@ -11,7 +11,8 @@ from .config.errors import EXIT_MISTAKE, no_restart_mends
 from .config.resize import with_mesh_of
 from .config.run_config import Config
 from .loop import train
-from .record.process_log import keep_log_of_rank
+from .record.heartbeat import FOLDER
+from .record.process_log import keep_log
 from .record.redaction import RedactingFilter
 
 
@@ -20,7 +21,8 @@ def main() -> None:
 
     On an error, the exit code says whether a restart could help.
     """
-    keep_log_of_rank(os.environ)
+    if FOLDER in os.environ:  # an agent's rank, whose output is a file
+        keep_log()
     try:
         _train()
     except Exception as error:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...train.config.resize import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
-from ...train.record.process_log import LOG, LogLimits, keep_log
+from ...train.record.process_log import keep_log
 from ...train.record.redaction import redact
 from ..job import python_module
 from ..report.tracebacks import last_traceback, read_tail, summarise
@@ -73,9 +73,7 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
         if isinstance(forked, WaitingRank):
             return forked.run()
     assignment = replace(assignment, secret=_read_secret())
-    limits = LogLimits(assignment.launch.log_max_bytes, assignment.launch.log_pieces)
-    keep_log(log_dir / "agent.log", limits)
-    os.environ[LOG] = limits.for_ranks(log_dir)
+    keep_log()
     try:
         report = _run_elastic_agent(assignment, forked)
     except Exception as error:  # noqa: BLE001 - the supervisor must get a report of any failure

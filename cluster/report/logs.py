@@ -1,12 +1,7 @@
-"""Merges the logs of a run's ranks into one stream, across rotations and generations.
+"""Merges the logs of a run's ranks into one stream, across generations.
 
-The log of a rank in one generation is logs/g001/node0/rank0.log; rotation leaves the older pieces
-rank0.log.1, rank0.log.2, … (train/record/process_log.py). The last 100 lines of a rank therefore reach back
-into older pieces and generations.
-
-A piece keeps its number. The file without a number is piece n + 1, where n is the highest number; reading
-checks that no rotation happened while the file was opened. Older pieces are read again as well: a child of
-the rank may still write there.
+The log of a rank in one generation is logs/g001/node0/rank0.log. The last 100 lines of a rank reach back into
+older generations. A log that shrank is read again from its start: somebody truncated it to bound it.
 
 A log is untrusted: what is not a regular file of the run folder is skipped (`skipped_logs` names it), control
 characters are spelled out, and a line of more than MAX_LINE bytes is cut.
@@ -19,12 +14,11 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from ...plugins import runs_near, some_of
-from ...train.record.process_log import older_pieces
 from ...train.record.redaction import redact, secret_values
 from ...train.record.untrusted import escaped, open_regular
 from ..job import read_status
@@ -33,8 +27,8 @@ from .json_lines import MAX_LINE
 POLL_S = 0.4
 _BLOCK = 64 << 10
 
-_LOGS = "logs/g*/node*/*.log*"
-_LOG_NAME = re.compile(r"logs/g(\d+)/node(\d+)/(?:rank(\d+)|agent)\.log(?:\.\d+)?$")
+_LOGS = "logs/g*/node*/*.log"
+_LOG_NAME = re.compile(r"logs/g(\d+)/node(\d+)/(?:rank(\d+)|agent)\.log$")
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # of ranks 0, 1, …, 12 like 0
 
 
@@ -70,98 +64,39 @@ class LogLine:
 class _Log:
     """The log of one process in one generation, and how far it was read."""
 
-    path: Path  # of the newest piece
+    path: Path
     generation: int
     node: int
     rank: int | None
     secrets: list[str]
-    read: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # bytes of each piece
-    torn: bytes = b""  # a line that continues in the next piece
-    num_known: int = 0  # the highest number of a piece that was read
-    seen: tuple[int, int] | None = None  # inode and size of the newest piece at the last look
-
-    @contextlib.contextmanager
-    def open_pieces(self) -> Iterator[dict[int, BinaryIO]]:
-        """Opens all pieces, by number; none is renamed meanwhile."""
-        with contextlib.ExitStack() as files:
-            while True:
-                older = older_pieces(self.path)
-                newest = older[-1][0] + 1 if older else 1
-                found = {number: _open(path) for number, path in [*older, (newest, self.path)]}
-                pieces = {number: file for number, file in found.items() if file is not None}
-                for file in pieces.values():
-                    files.enter_context(file)
-                if older_pieces(self.path)[-1:] == older[-1:]:
-                    break
-            yield pieces
+    read: int = 0  # bytes
 
     def new_lines(self, *, all_of_it: bool) -> Iterator[LogLine]:
         """Yields the whole lines since the last call; `all_of_it` includes an incomplete last one."""
-        if self._is_as_before() and not all_of_it:
+        with contextlib.suppress(OSError):  # not there, or a circle of links
+            if self.path.stat().st_size == self.read:
+                return
+        if (file := _open(self.path)) is None:
             return
-        with self.open_pieces() as pieces:
-            if pieces and self.num_known and self.num_known not in pieces:
-                yield self._line(
-                    f"[lines may be missing: the end of piece {self.num_known}]".encode()
-                )
-            for number, file in pieces.items():
-                yield from self._tell_of_gap(number)
-                is_over = all_of_it or number != max(pieces)
-                yield from self._lines_of(number, file, is_over=is_over)
-        if all_of_it and self.torn:
-            yield self._line(self.torn)
-            self.torn = b""
-
-    def _is_as_before(self) -> bool:
-        """Returns whether nothing was written since the last call, for one `stat`."""
-        try:
-            found = self.path.stat()
-        except OSError:  # not there, or a circle of links
-            return False
-        before, self.seen = self.seen, (found.st_ino, found.st_size)
-        return self.seen == before
-
-    def _lines_of(self, number: int, file: BinaryIO, *, is_over: bool) -> Iterator[LogLine]:
-        """Yields a piece's whole new lines; keeps the start of one that continues in the next piece."""
-        torn, self.torn = self.torn, b""
-        file.seek(self.read[number])
-        while line := file.readline(MAX_LINE):
-            if torn and self.read[number]:  # a late line in a piece whose successor was read
-                yield self._line(torn)
-                torn = b""
-            is_whole = line.endswith(b"\n") or len(torn) + len(line) >= MAX_LINE
-            if is_whole or is_over:
-                self.read[number] += len(line)
-            if is_whole:
-                yield self._line(torn + line)
-                torn = b""
-            elif is_over:
-                torn += line
-        self.torn = torn
-
-    def _tell_of_gap(self, number: int) -> Iterator[LogLine]:
-        """Reports pieces that were removed before they could be read."""
-        first, last = self.num_known + 1, number - 1
-        if first <= last:
-            which = f"piece {last}" if first == last else f"pieces {first} to {last}"
-            yield self._line(
-                f"[lines are missing here: {which}; only the newest pieces are kept]".encode()
-            )
-        self.num_known = max(self.num_known, number)
-
-    def _line(self, line: bytes) -> LogLine:
-        text = redact(line.decode(errors="replace").rstrip("\r\n"), secrets=self.secrets)
-        return LogLine(self.generation, self.node, self.rank, escaped(text))
+        with file:
+            if os.fstat(file.fileno()).st_size < self.read:
+                self.read = 0  # it was truncated
+            file.seek(self.read)
+            while line := file.readline(MAX_LINE):
+                if not (line.endswith(b"\n") or len(line) == MAX_LINE or all_of_it):
+                    return  # still being written
+                self.read += len(line)
+                text = line.decode(errors="replace").rstrip("\r\n")
+                text = escaped(redact(text, secrets=self.secrets))
+                yield LogLine(self.generation, self.node, self.rank, text)
 
     def keep_last(self, count: int) -> int:
         """Skips all but the last `count` lines; returns how many there are."""
-        left = count
-        with self.open_pieces() as pieces:
-            self.num_known = max(pieces, default=0)  # nobody misses what was removed before
-            for number in reversed(pieces):
-                self.read[number], found = _last_lines(pieces[number], left)
-                left -= found
-        return count - left
+        if (file := _open(self.path)) is None:
+            return 0
+        with file:
+            self.read, found = _last_lines(file, count)
+        return found
 
 
 def _last_lines(file: BinaryIO, count: int) -> tuple[int, int]:
@@ -265,18 +200,15 @@ def _no_logs(run_dir: Path, rank: int | None, generation: int | None) -> str:
 def _find_logs(
     run_dir: Path, rank: int | None, generation: int | None, secrets: list[str]
 ) -> list[_Log]:
-    logs: dict[Path, _Log] = {}
+    logs = []
     for path in run_dir.glob(_LOGS):
         match = _LOG_NAME.search(path.as_posix())
         if match is None:
             continue
-        # a log that is being rotated may consist of older pieces only
-        stable = path.parent / path.name[: path.name.index(".log") + len(".log")]
         its_rank = None if match[3] is None else int(match[3])
-        log = _Log(stable, int(match[1]), int(match[2]), its_rank, secrets)
+        log = _Log(path, int(match[1]), int(match[2]), its_rank, secrets)
         if rank in (None, its_rank) and generation in (None, log.generation):
-            logs[stable] = log
+            logs.append(log)
     return sorted(
-        logs.values(),
-        key=lambda log: (log.generation, log.node, -1 if log.rank is None else log.rank),
+        logs, key=lambda log: (log.generation, log.node, -1 if log.rank is None else log.rank)
     )

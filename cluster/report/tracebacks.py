@@ -4,7 +4,6 @@ import os
 import re
 from pathlib import Path
 
-from ...train.record.process_log import older_pieces
 from ...train.record.untrusted import open_regular
 
 _HEAD = "Traceback (most recent call last):"
@@ -59,18 +58,10 @@ def summarise(traceback: str) -> tuple[str | None, str | None]:
 
 
 def read_tail(path: Path, num_bytes: int) -> str:
-    """Returns the last `num_bytes` of a log, reaching back into rotated pieces; "" if there is none."""
-    tail = b""
-    for piece in (path, *(older for _, older in reversed(older_pieces(path)))):
-        if len(tail) < num_bytes:
-            tail = _last_bytes(piece, num_bytes - len(tail)) + tail
-    return tail.decode(errors="replace")
-
-
-def _last_bytes(path: Path, count: int) -> bytes:
+    """Returns the last `num_bytes` of a log; "" if there is none."""
     try:
         with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - count))
-            return file.read(count)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+            return file.read(num_bytes).decode(errors="replace")
     except OSError:
-        return b""
+        return ""

@@ -1,4 +1,4 @@
-"""A process's log: rotated without losing or repeating a line, on a full disk, redacted."""
+"""A process's log: complete, in order, on a full disk, redacted."""
 
 import os
 import re
@@ -11,32 +11,28 @@ import pytest
 
 from moebius.cluster.job import Journal, State
 from moebius.cluster.report.logs import follow_logs
-from moebius.train.record.process_log import LOG, LogLimits, ProcessLog, older_pieces
+from moebius.train.record.process_log import ProcessLog
 
 PREAMBLE = """
 import os, resource, sys, threading
-from moebius.train.record.process_log import keep_log_of_rank
-keep_log_of_rank(os.environ)
+from moebius.train.record.process_log import keep_log
+keep_log()
 """
 
 
-def start_rank(run_dir: Path, code: str, limits: LogLimits, **more: str) -> subprocess.Popen[bytes]:
+def start_rank(run_dir: Path, code: str, **more: str) -> subprocess.Popen[bytes]:
     """Starts a rank in its own process with its log as standard output, as agents do."""
     folder = run_dir / "logs" / "g001" / "node0"
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {LOG: limits.for_ranks(folder), "RANK": "0"} | more
     with open(folder / "rank0.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", PREAMBLE + code],
-            env=os.environ | environment,
-            stdout=log,
-            stderr=log,
+            [sys.executable, "-c", PREAMBLE + code], env=os.environ | more, stdout=log, stderr=log
         )
 
 
-def run_rank(run_dir: Path, code: str, limits: LogLimits, **more: str) -> str:
-    """Runs a rank to its end, and returns all that remains of its log."""
-    rank = start_rank(run_dir, code, limits, **more)
+def run_rank(run_dir: Path, code: str, **more: str) -> str:
+    """Runs a rank to its end, and returns its log."""
+    rank = start_rank(run_dir, code, **more)
     assert rank.wait(timeout=120) == 0, (run_dir / "logs/g001/node0/rank0.log").read_text()
     return "\n".join(line.text for line in follow_logs(run_dir))
 
@@ -58,10 +54,10 @@ talkers += [threading.Thread(target=talk_like_c, args=("c",))]
 
 
 def test_a_rank_that_writes_fast_is_followed_line_by_line(tmp_path: Path) -> None:
-    """It writes from threads and past Python, and rotates about forty times."""
+    """It writes from threads and past Python."""
     journal = Journal(tmp_path)
     journal.append(State.RUNNING, generation=1, reason="")
-    rank = start_rank(tmp_path, FAST, LogLimits(max_bytes=12_000, pieces=1000))
+    rank = start_rank(tmp_path, FAST)
     said: dict[str, list[int]] = defaultdict(list)
     for line in follow_logs(tmp_path, rank=0, follow=True, poll_s=0.01):
         name, number = line.text.split()[:2]
@@ -69,25 +65,6 @@ def test_a_rank_that_writes_fast_is_followed_line_by_line(tmp_path: Path) -> Non
         if sum(map(len, said.values())) == 12_000 and rank.wait(timeout=60) == 0:
             journal.append(State.SUCCEEDED, generation=1, reason="")
     assert dict(said) == {name: list(range(4000)) for name in "abc"}
-    pieces = older_pieces(tmp_path / "logs/g001/node0/rank0.log")
-    assert len(pieces) > 10
-    assert all(path.stat().st_size >= 12_000 for _, path in pieces)
-
-
-def test_logs_are_bounded_and_the_newest_lines_are_kept(tmp_path: Path) -> None:
-    code = 'for number in range(5000): print(f"line {number:5}")'
-    text = run_rank(tmp_path, code, LogLimits(max_bytes=3000, pieces=2))
-    log = tmp_path / "logs/g001/node0/rank0.log"
-    files = [path for _, path in older_pieces(log)]
-    assert len(files) == 2
-    assert sum(path.stat().st_size for path in [*files, log]) <= 3 * 3000 + 3 * 11
-    told, *lines = text.splitlines()
-    assert re.fullmatch(
-        r"\[lines are missing here: pieces 1 to \d+; only the newest pieces are kept\]", told
-    )
-    numbers = [int(line.split()[1]) for line in lines]
-    assert numbers == list(range(numbers[0], 5000))
-    assert [line.text for line in follow_logs(tmp_path, tail=400)] == lines[-400:]
 
 
 def test_a_full_disk_costs_lines_and_says_how_many(tmp_path: Path) -> None:
@@ -100,7 +77,7 @@ print("an error", file=sys.stderr)
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 print("space again")
 """
-    text = run_rank(tmp_path, code, LogLimits())
+    text = run_rank(tmp_path, code)
     whole = [line for line in text.splitlines() if line == "x" * 99]
     torn = next(line for line in text.splitlines() if line.startswith("x") and len(line) < 99)
     found = re.search(r"\[([\d,]+) bytes of this log are missing: File too large\]", text)
@@ -113,13 +90,13 @@ print("space again")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_no_write_to_a_full_device_raises(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    log = ProcessLog((full,))
+    log = ProcessLog()
     log.write(full, b"one\n")
     log.write(full, b"two\n")
-    log.look_after()
+    log.tell_of_loss(full)
     with open(tmp_path / "space", "wb") as space:
         os.dup2(space.fileno(), full)
-    log.look_after()
+    log.tell_of_loss(full)
     log.write(full, b"three\n")
     os.close(full)
     missing = "[8 bytes of this log are missing: No space left on device]"
@@ -137,7 +114,7 @@ thread = threading.Thread(target=fail)
 thread.start(); thread.join()
 print("s3://me:hunter2@bucket")
 """
-    text = run_rank(tmp_path, code, LogLimits(), MY_TOKEN="opensesame")
+    text = run_rank(tmp_path, code, MY_TOKEN="opensesame")
     assert "token *** end" in text
     assert "ValueError: refused: ***" in text
     written = (tmp_path / "logs/g001/node0/rank0.log").read_text()
@@ -145,7 +122,7 @@ print("s3://me:hunter2@bucket")
     assert "hunter2" not in written
 
 
-def test_what_was_forked_prints_and_does_not_rotate(tmp_path: Path) -> None:
+def test_a_fork_and_its_parent_print_each_line_once(tmp_path: Path) -> None:
     code = """
 pid = os.fork()
 for number in range(20 if pid == 0 else 10):
@@ -155,35 +132,7 @@ if pid:
     print("x" * 300)
     print("end")
 """
-    text = run_rank(tmp_path, code, LogLimits(max_bytes=200, pieces=50))
+    text = run_rank(tmp_path, code)
     for name, count in (("child", 20), ("parent", 10)):
         said = [int(line.split()[1]) for line in text.splitlines() if line.startswith(name)]
         assert sorted(said) == list(range(count))
-
-
-def test_a_rotation_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
-    """A process killed between two renames left an unnamed piece."""
-    path = tmp_path / "rank0.log"
-    path.write_text("old\n" * 100)
-    path.with_name("rank0.log.next").write_text("last words\n")
-    own = os.open(os.devnull, os.O_WRONLY)
-    log = ProcessLog((own,))
-    log.keep(path, LogLimits(max_bytes=100, pieces=4))
-    log.write(own, b"new\n")
-    log.write(own, b"newer\n")
-    os.close(own)
-    assert [each.name for _, each in older_pieces(path)] == ["rank0.log.1"]
-    assert path.with_name("rank0.log.1").read_text() == "old\n" * 100 + "new\n"
-    assert path.read_text() == "last words\nnewer\n"
-
-
-def test_a_log_that_somebody_removes_begins_again(tmp_path: Path) -> None:
-    path = tmp_path / "rank0.log"
-    own = os.open(os.devnull, os.O_WRONLY)
-    log = ProcessLog((own,))
-    log.keep(path, LogLimits(max_bytes=10, pieces=4))
-    path.unlink()
-    log.write(own, b"a line of some length\n")
-    log.write(own, b"next\n")
-    os.close(own)
-    assert path.read_text() == "next\n"
