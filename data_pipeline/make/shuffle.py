@@ -21,12 +21,11 @@ import numpy as np
 import pyarrow as pa
 
 from ..arrow_columns import bools_of
-from ..arrow_messages import decode_batch
 from ..atomic import atomic_write, read_record, write_record
 from ..errors import ShardError
 from ..manifest import SPLITS, ShardEntry, Split
 from ..prepare_config import PrepareConfig
-from ..read.token_store import crc32, decode_index
+from ..read.token_store import crc32, decode_batch, decode_index
 from ..shards import ShardWriter, TokenDocument
 from .tasks import (
     ShardPair,
@@ -41,7 +40,6 @@ from .tasks import (
 from .units import Unit, interleaved
 
 MAX_BUCKETS = 1024
-_MAX_BYTES = 2**40  # of a batch that this preparation has written
 _PIECE_TOKENS = 2**24  # sorted in memory at a time
 _KEY = 0x5D5F_1E2D_0C5B_A7E3
 
@@ -150,16 +148,14 @@ def _spilled(task: UnitTask, unit: Unit, place: int) -> Iterator[TokenDocument]:
         for what in ("spill.tok.arrow", "spill.idx.arrow")
     )
     try:
-        index = decode_index(index_path.read_bytes(), _MAX_BYTES)
+        index = decode_index(index_path.read_bytes())
         with open(path, "rb") as file:
             for number in batches:
                 offset, length = int(index["offset"][number]), int(index["length"][number])
                 message = os.pread(file.fileno(), length, offset)
                 if crc32(message) != int(index["crc32"][number]):
                     raise ValueError(f"record batch {number} has another CRC32")
-                yield from _documents_of(
-                    decode_batch(message, schema_of(task), max_bytes=_MAX_BYTES)
-                )
+                yield from _documents_of(decode_batch(message, schema_of(task)))
     except (OSError, ValueError) as error:
         raise ShardError(
             f"{path} is damaged ({error}): delete the folder and prepare again"

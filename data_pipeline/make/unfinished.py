@@ -285,14 +285,9 @@ def forget_quarantined(folder: Path, source: str = "*") -> None:
 
 
 def temporary_files(folder: Path) -> Iterator[Path]:
-    """Yields the temporary files that killed preparations left outside `unfinished/`.
-
-    It skips plans of rows (`read/packing.py`), which a loader may be writing.
-    """
+    """Yields the temporary files that killed preparations left outside `unfinished/`."""
     for pattern in ("*.arrow", "manifest-*.json", "tokenizer*"):
-        for path in folder.glob(f"{pattern}{TEMPORARY}*"):
-            if not path.name.startswith("pack-"):
-                yield path
+        yield from folder.glob(f"{pattern}{TEMPORARY}*")
 
 
 def clear(folder: Path) -> None:

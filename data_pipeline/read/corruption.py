@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
-
 from ..data_config import DataConfig
 from ..errors import ShardError
 from ..manifest import is_prepared
@@ -29,25 +27,17 @@ class BatchFetcher:
         self.doing = ""
         """What is being read, for wait messages; "" if nothing."""
 
-    def __call__(
-        self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None = None
-    ) -> TokenBatch:
-        """Reads a record batch: its tokens, or in full with documents' ends and loss mask.
-
-        Args:
-            store: the segment.
-            batch: the record batch's number.
-            in_full: whether to read ends and mask.
-            into: the array to decode the tokens into; None allocates one.
+    def __call__(self, store: TokenStore, batch: int) -> TokenBatch:
+        """Reads a record batch of a segment.
 
         Raises:
             ShardError: it is damaged here and in all copies.
         """
         self.doing = f"reading record batch {batch} of segment {store.segment} of source {store.source.name!r}"
         try:
-            return store.read(batch, into, in_full=in_full)
+            return store.read(batch)
         except ShardError as error:
-            found = self._read_elsewhere(store, batch, in_full, into)
+            found = self._read_elsewhere(store, batch)
             if found is None:
                 raise ShardError(
                     f"{error} (read {_TRIES} times and from {len(self.replicas)} replicas)"
@@ -56,18 +46,16 @@ class BatchFetcher:
         finally:
             self.doing = ""
 
-    def _read_elsewhere(
-        self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None
-    ) -> TokenBatch | None:
+    def _read_elsewhere(self, store: TokenStore, batch: int) -> TokenBatch | None:
         """Reads a batch again after pauses, then from the replicas; None if all reads fail."""
         for number, folder in enumerate([*[None] * (_TRIES - 1), *self.replicas]):
             try:
                 if folder is None:
                     time.sleep(_PAUSE_S * 2**number)
-                    return store.read(batch, into, in_full=in_full)
+                    return store.read(batch)
                 of_store = (store.source.name, store.segment, store.split, store.manifest)
                 with closing(TokenStore(folder, *of_store, check_sizes=False)) as copy:
-                    return copy.read(batch, into, in_full=in_full)
+                    return copy.read(batch)
             except ShardError as error:
                 logger.warning("%s", error)
         return None

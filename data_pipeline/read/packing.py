@@ -7,33 +7,22 @@ document borders. It loses and stores nothing, but cuts half of the documents.
 the fullest row with room for it. At S=2048 and a mean document of 1,900 tokens it fills 99.8 % of the
 places, for 0.5 ns per token. Only documents longer than a row are cut, into rows that share their
 border token, so that every token but the first is a target; the tail is fitted like a short document.
-The plan lies beside the shards:
-
-    pack-SOURCE-SEGMENT-sS.arrow   one record batch per chunk: for each row its pieces (start, length)
-    pack-SOURCE-SEGMENT-sS.json    the segment, and per chunk its rows and its batch's place and CRC32
-
-A plan whose head is deleted or damaged is made again, in about the time of reading the shards once.
-Each S has its own plan.
+A reader fits a chunk again when it decodes it, but the order of rows needs their number in all chunks.
+This plan lies beside the shards, in pack-SOURCE-SEGMENT-sS.json. If it is deleted or damaged, it is made
+again, in about the time of reading the shards once.
 
 Legend: S tokens predicted per row, C chunks of a segment. A chunk is a run of whole record batches.
 """
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..arrow_columns import number_column
-from ..arrow_messages import EncodedBuffers
-from ..atomic import atomic_write, read_record, write_record
+from ..atomic import read_record, write_record
 from ..errors import ShardError
 from .order import ChunkTable, num_rows
-from .token_store import ARROW_MAGIC_BYTES, crc32
 
 PLAN_VERSION = 1
 """Raise it when the same documents would get other rows; old plans are then made again."""
@@ -47,8 +36,8 @@ CHUNK_BATCHES = 8
 _PLAN_DOCUMENTS = 1000
 _PLAN_ROWS = 256  # a chunk leaves about one row unfilled, whatever its size
 _PLAN_BATCHES = 16
-AGAIN = "delete the plan's two files; they are made again"
-"""The advice for a damaged plan."""
+AGAIN = "delete the file pack-*.json of the plan; it is made again"
+"""The advice for a plan that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +116,10 @@ class ChunkPieces:
         """Returns the number of rows."""
         return len(self.row_starts) - 1
 
-    def fit(self, *, num_tokens: int, width: int) -> bool:
-        """Returns whether the pieces lie within `num_tokens` tokens and no row exceeds `width`."""
-        starts, lengths, row_starts = self.starts, self.lengths, self.row_starts
-        if not len(starts) == len(lengths) == int(row_starts[-1]) or int(row_starts[0]) != 0:
-            return False
-        if (np.diff(row_starts) < 1).any() or (starts < 0).any() or (lengths < 1).any():
-            return False
-        if (lengths > width).any() or (starts > num_tokens - lengths).any():
-            return False
-        return not len(lengths) or bool((np.add.reduceat(lengths, row_starts[:-1]) <= width).all())
+    def of_row(self, row: int) -> Iterator[tuple[int, int]]:
+        """Returns start and length of a row's pieces."""
+        mine = slice(*self.row_starts[row : row + 2].tolist())
+        return zip(self.starts[mine].tolist(), self.lengths[mine].tolist(), strict=True)
 
 
 def fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -199,13 +182,7 @@ def _cut_documents(document_ends: np.ndarray, seq_len: int) -> tuple[np.ndarray,
     return starts, np.minimum(lengths[document] - offsets, seq_len + 1)
 
 
-# The plan's files -------------------------------------------------------------------------------
-
-
-_PIECES = pa.list_(pa.struct([("start", pa.uint32()), ("length", pa.uint32())]))
-_PLAN_SCHEMA = pa.schema([("pieces", _PIECES)])
-_OFFSETS, _STARTS, _LENGTHS = 1, 4, 6
-"""Buffer numbers in a record batch of this schema; those between are validity bitmaps, all unset."""
+# The plan's file --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,74 +198,9 @@ class PlanKey:
     content: str
 
     @property
-    def stem(self) -> str:
-        """Returns the common stem of the plan's file names."""
-        return f"pack-{self.source}-{self.segment:06d}-s{self.seq_len}"
-
-
-class _Chunk(NamedTuple):
-    batch_end: Annotated[int, Field(ge=1)]
-    rows: Annotated[int, Field(ge=1)]
-    offset: Annotated[int, Field(ge=0)]
-    length: Annotated[int, Field(ge=1)]
-    crc32: Annotated[int, Field(ge=0, lt=2**32)]
-
-
-class _PlanHead(BaseModel):
-    """Holds the content of a plan's .json file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    plan_version: int = PLAN_VERSION
-    packing: Literal["best_fit"] = "best_fit"
-    source: str
-    segment: int
-    seq_len: int
-    content: str
-    batch_tokens: Annotated[int, Field(ge=1)]
-    num_tokens: Annotated[int, Field(ge=0)]  # of the segment
-    num_filled: Annotated[int, Field(ge=0)]  # places in rows that hold a token
-    chunks: tuple[_Chunk, ...]
-
-    @property
-    def key(self) -> PlanKey:
-        return PlanKey(self.source, self.segment, self.seq_len, self.content)
-
-
-class BestFitPlan:
-    """Reads the plan of a segment, chunk by chunk."""
-
-    def __init__(self, directory: Path, head: _PlanHead):
-        self.path = directory / f"{head.key.stem}.arrow"
-        self._chunks = np.array(head.chunks, dtype=np.int64).reshape(-1, len(_Chunk._fields))
-        batch_ends, rows = self._chunks[:, 0], self._chunks[:, 1]
-        self.plan = SegmentPlan(
-            np.concatenate([[0], batch_ends]),
-            _chunk_table(np.cumsum([0, *rows]), head.num_tokens, head.batch_tokens),
-        )
-
-    def read(self, chunk: int) -> ChunkPieces:
-        """Returns the pieces of a chunk.
-
-        Raises:
-            ShardError: the plan is damaged.
-        """
-        entry = _Chunk(*self._chunks[chunk].tolist())
-        end = entry.offset + entry.length
-        where = f"{self.path}, chunk {chunk} (bytes {entry.offset} to {end})"
-        try:
-            with open(self.path, "rb") as file:
-                if end > os.fstat(file.fileno()).st_size:
-                    raise ShardError(f"{where}: the file is shorter; {AGAIN}")
-                message = os.pread(file.fileno(), entry.length, entry.offset)
-        except OSError as error:
-            raise ShardError(f"{where}: cannot be read ({error.strerror}); {AGAIN}") from error
-        if crc32(message) != entry.crc32:
-            raise ShardError(f"{where}: its CRC32 differs from the plan's head; {AGAIN}")
-        try:
-            return _decoded(message, entry.rows)
-        except ValueError as error:
-            raise ShardError(f"{where}: not {entry.rows} rows ({error}); {AGAIN}") from error
+    def file_name(self) -> str:
+        """Returns the name of the plan's file."""
+        return f"pack-{self.source}-{self.segment:06d}-s{self.seq_len}.json"
 
 
 def open_plan(
@@ -297,7 +209,7 @@ def open_plan(
     *,
     batch_tokens: int,
     batches: Callable[[], Iterator[np.ndarray]],
-) -> BestFitPlan:
+) -> SegmentPlan:
     """Opens the plan of a segment; makes it first if there is none.
 
     Args:
@@ -307,48 +219,25 @@ def open_plan(
         batches: yields each record batch's document ends; called only to make the plan.
 
     Raises:
-        ShardError: the plan is damaged.
+        ShardError: the plan cannot be read.
         PrepareError: the plan cannot be written.
     """
-    head = _read_head(directory, key)
-    if head is None:
-        head = _write_plan(directory, key, batch_tokens, batches())
-    return BestFitPlan(directory, head)
-
-
-def _write_plan(
-    directory: Path, key: PlanKey, batch_tokens: int, batches: Iterator[np.ndarray]
-) -> _PlanHead:
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 3), use_threads=False)
-    chunks: list[list[int]] = []
-    filled = tokens = 0
-    with pa.ipc.new_file(sink, _PLAN_SCHEMA, options=options) as writer:
-        for batch_end, ends in _chunks_of(batches, key.seq_len, batch_tokens):
-            pieces = fit_chunk(ends, key.seq_len)
-            offset = sink.tell() if chunks else ARROW_MAGIC_BYTES + _PLAN_SCHEMA.serialize().size
-            writer.write_batch(_encoded(pieces))
-            chunks.append([batch_end, pieces.num_rows, offset, sink.tell() - offset, 0])
-            filled += int(pieces.lengths.sum())
-            tokens += int(ends[-1])
-    data = sink.getvalue()
-    for chunk in chunks:
-        chunk[4] = crc32(data[chunk[2] : chunk[2] + chunk[3]])
-    head = _PlanHead(
-        source=key.source,
-        segment=key.segment,
-        seq_len=key.seq_len,
-        content=key.content,
-        batch_tokens=batch_tokens,
-        num_tokens=tokens,
-        num_filled=filled,
-        chunks=tuple(_Chunk(*chunk) for chunk in chunks),
-    )
-    with atomic_write(directory / f"{key.stem}.arrow") as file:
-        file.write(data)
-    # last: it makes the plan valid
-    write_record(directory / f"{key.stem}.json", head.model_dump(mode="json"))
-    return head
+    path = directory / key.file_name
+    named = {"version": PLAN_VERSION, "batch_tokens": batch_tokens, **asdict(key)}
+    try:
+        found = read_record(path)
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error
+    if not isinstance(found, dict) or found.get("plan") != named:
+        chunks = [
+            (batch_end, int(ends[-1]), fit_chunk(ends, key.seq_len).num_rows)
+            for batch_end, ends in _chunks_of(batches(), key.seq_len, batch_tokens)
+        ]
+        found = {"plan": named, "chunks": chunks}
+        write_record(path, found)
+    batch_ends, tokens, rows = np.array(found["chunks"], dtype=np.int64).reshape(-1, 3).T
+    table = _chunk_table(np.cumsum([0, *rows]), int(tokens.sum()), batch_tokens)
+    return SegmentPlan(np.concatenate([[0], batch_ends]), table)
 
 
 def _chunks_of(
@@ -368,38 +257,3 @@ def _chunks_of(
             collected, documents, tokens = [], 0, 0
     if collected:
         yield batch, np.concatenate(collected)
-
-
-def _encoded(pieces: ChunkPieces) -> pa.RecordBatch:
-    fields = [_PIECES.value_type.field(number) for number in range(2)]
-    width = np.dtype("<u4")
-    arrays = [number_column(values, width) for values in (pieces.starts, pieces.lengths)]
-    structs = pa.StructArray.from_arrays(arrays, fields=fields)
-    column = pa.ListArray.from_arrays(number_column(pieces.row_starts, np.dtype("<i4")), structs)
-    return pa.RecordBatch.from_arrays([column.cast(_PIECES)], schema=_PLAN_SCHEMA)
-
-
-def _decoded(message: bytes, num_rows: int) -> ChunkPieces:
-    """Decodes a chunk's pieces buffer by buffer; Arrow's own decoder would start a thread."""
-    encoded = EncodedBuffers(message)
-    row_starts = encoded.decode(_OFFSETS, num_rows + 1, np.dtype("<i4")).astype(np.int64)
-    if row_starts[0] != 0:
-        raise ValueError("its first row does not begin with its first piece")
-    num_pieces = max(0, int(row_starts[-1]))
-    starts, lengths = (
-        encoded.decode(number, num_pieces, np.dtype("<u4")).astype(np.int64)
-        for number in (_STARTS, _LENGTHS)
-    )
-    return ChunkPieces(starts, lengths, row_starts)
-
-
-def _read_head(directory: Path, key: PlanKey) -> _PlanHead | None:
-    """Returns the head of this segment's plan; None if it must be made."""
-    path = directory / f"{key.stem}.json"
-    try:
-        head = _PlanHead.model_validate(read_record(path))
-    except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error
-    except ValidationError:  # missing, damaged, or of another version
-        return None
-    return head if (head.key, head.plan_version) == (key, PLAN_VERSION) else None

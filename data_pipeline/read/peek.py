@@ -16,8 +16,8 @@ from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import Split
 from ..tokenizers.interface import Tokenizer
+from .chunks import Rows
 from .corruption import open_fetcher
-from .gather import Rows
 from .rows import SplitReader
 from .samples import OrderedSamples
 

@@ -13,7 +13,7 @@ Legend: S tokens predicted per row, n requested rows.
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -23,18 +23,10 @@ from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
-from .chunks import (
-    BatchReader,
-    BestFitLayout,
-    ChunkLayout,
-    ConcatLayout,
-    LoadedChunk,
-    WantedOfTokens,
-)
+from .chunks import ChunkReader, LoadedChunk, Rows, padding_rows
 from .corruption import BatchFetcher
-from .gather import JoinedChunks, Rows, empty_rows
 from .order import ChunkTable, group_pairs, num_rows
-from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
+from .packing import CHUNK_BATCHES, PlanKey, SegmentPlan, concat_plan, open_plan
 from .token_store import TokenStore
 
 Packing = Literal["concat", "best_fit"]
@@ -49,9 +41,9 @@ class Prepared:
         split: "train" or "validation".
         seq_len: S.
         packing: how documents become rows.
-        document_ids: whether rows need document ids.
-        read_batch: reads record batches.
-        check_sizes: whether opening a segment refuses missing or truncated shards.
+        document_ids: whether rows have document ids.
+        fetch: reads record batches. If it knows replicas, opening a segment accepts missing or
+            truncated shards.
         chunk_batches: record batches decoded together with "concat": few for scattered rows, more
             for a run's order.
     """
@@ -64,20 +56,20 @@ class Prepared:
         seq_len: int,
         packing: Packing = "concat",
         document_ids: bool = False,
-        read_batch: BatchReader | None = None,
-        check_sizes: bool = True,
+        fetch: BatchFetcher | None = None,
         chunk_batches: int = CHUNK_BATCHES,
     ):
         self.directory, self.split = Path(directory), split
         self.seq_len, self.packing = seq_len, packing
         self.manifest = read_manifest(directory)
-        has_mask = packing == "best_fit" or any(s.has_loss_mask for s in self.manifest.sources)
-        self.wanted = WantedOfTokens(counts=has_mask, documents=document_ids)
-        self._read_batch = read_batch or BatchFetcher()
-        self._check_sizes, self._chunk_batches = check_sizes, chunk_batches
+        self.document_ids = document_ids
+        self.loss_mask = packing == "best_fit" or any(
+            s.has_loss_mask for s in self.manifest.sources
+        )
+        self._fetch, self._chunk_batches = fetch or BatchFetcher(), chunk_batches
         kept = 2 * len(self.manifest.sources) + 2
-        self.layout = functools.lru_cache(maxsize=kept)(self._open)
-        """(source, segment) to its ChunkLayout; caches the latest."""
+        self.reader = functools.lru_cache(maxsize=kept)(self._open)
+        """(source, segment) to its ChunkReader; caches the latest."""
         self._plan_rows = functools.cache(self._rows_of_plan)
 
     def grow(self) -> bool:
@@ -97,7 +89,7 @@ class Prepared:
 
     def chunks(self, source: str, segment: int) -> ChunkTable:
         """Returns how a segment's rows are divided into chunks."""
-        return self.layout(source, segment).plan.chunks
+        return self.reader(source, segment).plan.chunks
 
     def content_of(self, source: str, segment: int) -> str:
         """Returns a hash of the content of a segment's shards and indices."""
@@ -105,36 +97,50 @@ class Prepared:
         hashes = [f"{shard.blake2b} {shard.index_blake2b}" for shard in shards]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
+    def empty_rows(self, count: int) -> Rows:
+        """Returns rows of padding, to be filled."""
+        return padding_rows(
+            count,
+            self.seq_len,
+            self.manifest.header.tokenizer.end_of_document_id,
+            loss_mask=self.loss_mask,
+            document_ids=self.document_ids,
+        )
+
     def close(self) -> None:
         """Closes the files; reading opens them again."""
-        self.layout.cache_clear()
+        self.reader.cache_clear()
 
-    def _open(self, source: str, segment: int) -> ChunkLayout:
-        store = TokenStore(
-            self.directory,
-            source,
-            segment,
-            self.split,
-            self.manifest,
-            check_sizes=self._check_sizes,
-        )
-        if self.packing == "concat":
-            return ConcatLayout(
-                store,
-                self._read_batch,
-                seq_len=self.seq_len,
-                wanted=self.wanted,
+    def _open(self, source: str, segment: int) -> ChunkReader:
+        store = self._store(source, segment)
+        plan = (
+            self._plan(source, segment, store)
+            if self.packing == "best_fit"
+            else concat_plan(
+                store.batch_starts,
+                self.seq_len,
+                self.manifest.header.batch_tokens,
                 chunk_batches=self._chunk_batches,
             )
-        plan = self._plan(source, segment, store)
-        return BestFitLayout(
-            store, self._read_batch, seq_len=self.seq_len, wanted=self.wanted, plan=plan
+        )
+        return ChunkReader(
+            store,
+            self._fetch,
+            plan,
+            seq_len=self.seq_len,
+            is_fitted=self.packing == "best_fit",
+            document_ids=self.document_ids,
         )
 
-    def _plan(self, source: str, segment: int, store: TokenStore | None = None) -> BestFitPlan:
-        def document_ends():
-            opened = store or TokenStore(self.directory, source, segment, self.split, self.manifest)
-            return (opened.read(batch).document_ends for batch in range(opened.num_batches))
+    def _store(self, source: str, segment: int) -> TokenStore:
+        check_sizes = not self._fetch.replicas
+        of = (source, segment, self.split, self.manifest)
+        return TokenStore(self.directory, *of, check_sizes=check_sizes)
+
+    def _plan(self, source: str, segment: int, store: TokenStore | None = None) -> SegmentPlan:
+        def document_ends() -> Iterator[np.ndarray]:
+            opened = store or self._store(source, segment)
+            return (self._fetch(opened, n).document_ends for n in range(opened.num_batches))
 
         return open_plan(
             self.directory,
@@ -144,7 +150,7 @@ class Prepared:
         )
 
     def _rows_of_plan(self, source: str, segment: int) -> int:
-        return self._plan(source, segment).plan.chunks.num_rows
+        return self._plan(source, segment).chunks.num_rows
 
 
 class RowReader:
@@ -158,7 +164,6 @@ class RowReader:
     def __init__(self, prepared: Prepared, names: Sequence[str]):
         self._prepared, self._names = prepared, tuple(names)
         self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
-        self._joined: dict[int, tuple[int, JoinedChunks]] = {}  # of each source, with its segment
 
     def read(self, sources: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Rows:
         """Reads rows by the numbers of their source, segment and row: int64 [n] each.
@@ -166,67 +171,27 @@ class RowReader:
         Raises:
             ShardError: a record batch is damaged.
         """
-        found: Rows | None = None
+        found = self._prepared.empty_rows(len(rows))
         for source, segment, here in group_pairs(sources, segments):
-            part = self._read_segment(source, segment, rows[here])
-            if len(here) == len(rows):
-                return part
-            if found is None:
-                found = self._empty(len(rows))
-            found.put(here, part)
-        return found or self._empty(len(rows))
+            table = self._prepared.chunks(self._names[source], segment)
+            chunks = table.chunks_of(rows[here])
+            inside = rows[here] - table.row_starts[chunks]
+            keep = table.chunks_per_window + _SPARE_CHUNKS
+            # in order of appearance, so that the previous window's chunks are not read again
+            for number in dict.fromkeys(chunks.tolist()):
+                chunk, of_chunk = self._load(source, segment, number, keep), chunks == number
+                places = here[of_chunk].tolist()
+                for row, place in zip(inside[of_chunk].tolist(), places, strict=True):
+                    chunk.copy_row(row, found, place)
+        return found
 
-    def _empty(self, count: int) -> Rows:
-        wanted = self._prepared.wanted
-        return empty_rows(
-            count,
-            self._prepared.seq_len,
-            loss_mask=wanted.counts,
-            document_ids=wanted.documents,
-        )
-
-    def _read_segment(self, source: int, segment: int, rows: np.ndarray) -> Rows:
-        table, wanted = self._prepared.chunks(self._names[source], segment), self._prepared.wanted
-        chunks = table.chunks_of(rows)
-        return self._joined_chunks(source, segment, chunks, table).read(
-            chunks,
-            rows - table.row_starts[chunks],
-            loss_mask=wanted.counts,
-            document_ids=wanted.documents,
-        )
-
-    def _joined_chunks(
-        self, source: int, segment: int, chunks: np.ndarray, table: ChunkTable
-    ) -> JoinedChunks:
-        """Returns a joiner over the given chunks and the segment's other cached ones."""
-        known = self._joined.get(source)
-        if known is not None and known[0] == segment and known[1].has(chunks):
-            return known[1]
-        self._joined.pop(source, None)  # it would keep old chunks in memory
-        keep = table.chunks_per_window + _SPARE_CHUNKS
-        # in order of appearance, so that the previous window's chunks are not read again
-        asked = {
-            chunk: self._load(source, segment, chunk, keep=keep)
-            for chunk in dict.fromkeys(chunks.tolist())
-        }
-        kept = {chunk: one for (of, chunk), one in self._loaded[source].items() if of == segment}
-        joined = JoinedChunks(
-            kept | asked,
-            num_chunks=len(table.row_starts) - 1,
-            width=self._prepared.seq_len + 1,
-            end_id=self._prepared.manifest.header.tokenizer.end_of_document_id,
-        )
-        if asked.keys() <= kept.keys():
-            self._joined[source] = segment, joined
-        return joined
-
-    def _load(self, source: int, segment: int, chunk: int, *, keep: int) -> LoadedChunk:
+    def _load(self, source: int, segment: int, chunk: int, keep: int) -> LoadedChunk:
         kept = self._loaded.setdefault(source, OrderedDict())
         found = kept.get((segment, chunk))
         if found is None:
             while len(kept) >= keep:
                 kept.popitem(last=False)
-            found = self._prepared.layout(self._names[source], segment).read(chunk)
+            found = self._prepared.reader(self._names[source], segment).read(chunk)
         kept[segment, chunk] = found
         kept.move_to_end((segment, chunk))
         return found
@@ -260,8 +225,7 @@ class SplitReader:
             split=split,
             seq_len=seq_len,
             document_ids=document_ids,
-            read_batch=fetch,
-            check_sizes=fetch is None or not fetch.replicas,
+            fetch=fetch,
             chunk_batches=1,
         )
         manifest = self._prepared.manifest

@@ -14,8 +14,8 @@ import numpy as np
 from ..data_config import DataConfig
 from ..errors import DataError, PreparationFailedError
 from ..manifest import given_up
+from .chunks import Rows
 from .corruption import BatchFetcher
-from .gather import Rows
 from .mixture import Mixture, WeightStage, mixed
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows, group_pairs
 from .packing import PLAN_VERSION
@@ -39,8 +39,7 @@ class OrderedSamples:
             seq_len=data.seq_len,
             packing=data.packing,
             document_ids=data.gives_document_ids,
-            read_batch=fetch,
-            check_sizes=not data.replicas,
+            fetch=fetch,
         )
         check_names(self.prepared.manifest, data)
         names = [source.name for source in self.prepared.manifest.sources]

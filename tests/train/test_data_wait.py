@@ -49,12 +49,12 @@ class Block:
         read = TokenStore.read
         passed = rank not in self.ranks
 
-        def slow(store: TokenStore, batch: int, into: Any = None, **how: bool) -> TokenBatch:
+        def slow(store: TokenStore, batch: int) -> TokenBatch:
             nonlocal passed
             if not passed and store.segment == self.segment and store.split == "train":
                 passed = True
                 time.sleep(self.seconds)
-            return read(store, batch, into, **how)
+            return read(store, batch)
 
         TokenStore.read = slow  # type: ignore[assignment]  # in a process of its own
 

@@ -304,7 +304,7 @@ def test_what_killed_processes_left_in_a_complete_folder_is_removed_if_it_can_be
     left = ["text.train-00000.tok.arrow", "text.train-00000.idx.arrow", "manifest-000001.json"]
     for name in left:
         (folder / f"{name}{TEMPORARY}17-abcd").write_text("torn")
-    plan = folder / f"pack-text-000000-s16.arrow{TEMPORARY}17-abcd"
+    plan = folder / f"pack-text-000000-s16.json{TEMPORARY}17-abcd"
     plan.write_text("a loader is writing this")
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)

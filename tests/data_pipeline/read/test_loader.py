@@ -424,7 +424,7 @@ def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
         raise AssertionError("decoded before the CRC was compared")
 
     monkeypatch.setattr(token_store, "crc32", lambda message: 0)
-    monkeypatch.setattr(token_store, "EncodedBuffers", decoded)
+    monkeypatch.setattr(token_store, "decode_batch", decoded)
     with opened(small) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
         next(loader)
 

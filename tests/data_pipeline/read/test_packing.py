@@ -1,6 +1,5 @@
 """Rows of both packings, compared with slow references; plans on disk."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.errors import ShardError
+from moebius.data_pipeline.atomic import write_record
 from moebius.data_pipeline.read import packing
 from moebius.data_pipeline.read.packing import (
-    BestFitPlan,
     PlanKey,
+    SegmentPlan,
     concat_plan,
     fit,
     fit_chunk,
@@ -93,10 +92,17 @@ def test_short_documents_are_never_cut_and_long_ones_only_into_full_rows():
 
 @pytest.mark.parametrize(("seq_len", "least"), [(256, 0.998), (2048, 0.998), (4096, 0.997)])
 def test_rows_of_realistic_documents_are_full(tmp_path, seq_len, least):
-    plan = _plan(tmp_path, realistic_lengths(12_000), seq_len)
-    places = plan.plan.chunks.num_rows * (seq_len + 1)
-    (head,) = tmp_path.glob("*.json")
-    assert least <= json.loads(head.read_text())["content"]["num_filled"] / places <= 1
+    lengths = realistic_lengths(12_000)
+    rows, filled = _fit_all(lengths, seq_len)
+    assert _plan(tmp_path, lengths, seq_len).chunks.num_rows == rows
+    assert least <= filled / (rows * (seq_len + 1)) <= 1
+
+
+def _fit_all(lengths: np.ndarray, seq_len: int) -> tuple[int, int]:
+    """Returns the rows of all chunks, and the places in them that hold a token."""
+    chunks = packing._chunks_of(iter(_batches(lengths, 2**17)), seq_len, 2**17)
+    pieces = [fit_chunk(ends, seq_len) for _, ends in chunks]
+    return sum(one.num_rows for one in pieces), sum(int(one.lengths.sum()) for one in pieces)
 
 
 # ---- chunks
@@ -118,7 +124,7 @@ KEY = PlanKey("text", 3, 2048, "c" * 64)
 
 def _plan(
     folder: Path, lengths: np.ndarray, seq_len: int = 2048, *, batch_tokens: int = 2**17, key=None
-) -> BestFitPlan:
+) -> SegmentPlan:
     key = key or PlanKey("text", 3, seq_len, "c" * 64)
     return open_plan(
         folder,
@@ -165,7 +171,7 @@ def test_plan_chunks_are_whole_batches_of_about_a_thousand_documents(tmp_path):
     plan = _plan(tmp_path, lengths)
     batches = _batches(lengths, 2**17)
     documents = [len(ends) for ends in batches]
-    firsts = plan.plan.chunk_batches
+    firsts = plan.chunk_batches
     assert firsts[-1] == len(batches)
     per_chunk = np.add.reduceat(documents, firsts[:-1])
     tokens = np.add.reduceat([int(ends[-1]) for ends in batches], firsts[:-1])
@@ -178,32 +184,16 @@ def test_plan_chunks_are_whole_batches_of_about_a_thousand_documents(tmp_path):
 # ---- files
 
 
-def test_a_plan_is_read_as_it_was_fitted(tmp_path):
-    lengths = realistic_lengths(4000)
-    plan = _plan(tmp_path, lengths)
-    batches = _batches(lengths, 2**17)
-    for chunk, (first, end) in enumerate(
-        zip(plan.plan.chunk_batches[:-1], plan.plan.chunk_batches[1:], strict=True)
-    ):
-        ends = np.cumsum(np.concatenate([np.diff(b, prepend=0) for b in batches[first:end]]))
-        expected, found = fit_chunk(ends, 2048), plan.read(chunk)
-        assert np.array_equal(found.starts, expected.starts)
-        assert np.array_equal(found.lengths, expected.lengths)
-        assert np.array_equal(found.row_starts, expected.row_starts)
-        assert found.num_rows == np.diff(plan.plan.chunks.row_starts)[chunk]
-
-
 def test_a_plan_is_made_once_and_always_the_same(tmp_path):
     lengths = realistic_lengths(3000)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         _plan(tmp_path / name, lengths)
-    files = sorted(os.listdir(tmp_path / "one"))
-    assert files == ["pack-text-000003-s2048.arrow", "pack-text-000003-s2048.json"]
-    for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert os.listdir(tmp_path / "one") == [KEY.file_name] == ["pack-text-000003-s2048.json"]
+    contents = [(tmp_path / name / KEY.file_name).read_bytes() for name in ("one", "two")]
+    assert contents[0] == contents[1]
     again = open_plan(tmp_path / "one", KEY, batch_tokens=2**17, batches=_not_asked)
-    assert again.plan.chunks.num_rows > 0
+    assert again.chunks.num_rows > 0
 
 
 def _not_asked():
@@ -213,50 +203,24 @@ def _not_asked():
 def test_a_plan_of_other_documents_is_made_again(tmp_path):
     old = _plan(tmp_path, realistic_lengths(2000))
     other = _plan(tmp_path, realistic_lengths(3000), key=PlanKey("text", 3, 2048, "d" * 64))
-    assert other.plan.chunks.num_rows > old.plan.chunks.num_rows
+    assert other.chunks.num_rows > old.chunks.num_rows
 
 
 @pytest.mark.parametrize("place", [0.02, 0.2, 0.5, 0.9])
-def test_every_damage_to_a_plan_is_told_or_mended(tmp_path, place):
+def test_a_damaged_plan_is_made_again(tmp_path, place):
     lengths = realistic_lengths(4000)
     _plan(tmp_path, lengths)
-    for name in ("arrow", "json"):
-        path = tmp_path / f"{KEY.stem}.{name}"
-        intact = path.read_bytes()
-        damaged = bytearray(intact)
-        damaged[int(place * len(intact))] ^= 1
-        path.write_bytes(damaged)
-        if name == "json":
-            _plan(tmp_path, lengths)
-            assert path.read_bytes() == intact, "it is made again"
-        elif place > 0.1:  # Arrow's header before it is not read
-            plan = _plan(tmp_path, lengths)
-            with pytest.raises(ShardError, match=r"chunk \d+ .*CRC32.*they are made again"):
-                _read_all(plan)
-        path.write_bytes(intact)
+    path = tmp_path / KEY.file_name
+    intact = path.read_bytes()
+    damaged = bytearray(intact)
+    damaged[int(place * len(intact))] ^= 1
+    path.write_bytes(damaged)
+    _plan(tmp_path, lengths)
+    assert path.read_bytes() == intact
 
 
-def _read_all(plan: BestFitPlan) -> None:
-    for chunk in range(len(plan.plan.chunk_batches) - 1):
-        plan.read(chunk)
-
-
-def test_a_plan_that_is_cut_off_or_gone_is_told(tmp_path):
-    plan = _plan(tmp_path, realistic_lengths(2000))
-    path = tmp_path / f"{KEY.stem}.arrow"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ShardError, match="the file is shorter"):
-        plan.read(0)
-    path.unlink()
-    with pytest.raises(ShardError, match="No such file"):
-        plan.read(0)
-
-
-def test_a_plan_of_an_older_version_is_made_again(tmp_path, monkeypatch):
-    _plan(tmp_path, realistic_lengths(1500))
-    monkeypatch.setattr(packing, "PLAN_VERSION", 0)
-    made = []
-    open_plan(
-        tmp_path, KEY, batch_tokens=2**17, batches=lambda: made.append(1) or iter([np.array([9])])
-    )
-    assert made
+@pytest.mark.parametrize("content", [{"plan_version": 1, "chunks": []}, [], "text"])
+def test_a_plan_of_another_version_is_made_again(tmp_path, content):
+    write_record(tmp_path / KEY.file_name, content)
+    lengths = realistic_lengths(1500)
+    assert _plan(tmp_path, lengths).chunks.num_rows == _fit_all(lengths, 2048)[0]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from made_folder import END, Document, MadeFolder, documents
 
+from moebius.data_pipeline.atomic import read_record, write_record
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.read import packing
 from moebius.data_pipeline.read import rows as reader_module
-from moebius.data_pipeline.read.chunks import ConcatLayout
+from moebius.data_pipeline.read.chunks import ChunkReader
 from moebius.data_pipeline.read.rows import Prepared, RowReader, SplitReader
 
 S = 16
@@ -121,9 +122,9 @@ def test_where_a_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
     # caches as many as the larger segment has
     monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", max(chunks) - tables[0].chunks_per_window)
     reads: list[int] = []
-    read = ConcatLayout.read
+    read = ChunkReader.read
     monkeypatch.setattr(
-        ConcatLayout, "read", lambda layout, chunk: reads.append(chunk) or read(layout, chunk)
+        ChunkReader, "read", lambda reader, chunk: reads.append(chunk) or read(reader, chunk)
     )
     reader = RowReader(prepared, folder.sources)
     rng = np.random.default_rng(1)
@@ -187,15 +188,12 @@ def test_a_folder_that_grows_can_be_validated_on_from_its_first_segments_on(tmp_
 # ---- faults
 
 
-def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path, monkeypatch):
+def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path):
     made = folder.copied(tmp_path / "copy")
     _read(made, "plain", 0, packing="best_fit")
-    read = packing.BestFitPlan.read
-
-    def shifted(plan, chunk):
-        pieces = read(plan, chunk)
-        return packing.ChunkPieces(pieces.starts + 10**6, pieces.lengths, pieces.row_starts)
-
-    monkeypatch.setattr(packing.BestFitPlan, "read", shifted)
-    with pytest.raises(ShardError, match=r"does not fit its segment: delete the plan's two files"):
+    (path,) = made.folder.glob("pack-plain-000000-*.json")
+    plan: Any = read_record(path)
+    plan["chunks"][0][2] += 1
+    write_record(path, plan)
+    with pytest.raises(ShardError, match=r"segment 0 of source 'plain' does not fit it: delete"):
         _read(made, "plain", 0, packing="best_fit")
