@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..arguments import RUNS, Commands, add_command, add_unauthenticated, allow_unauthenticated
 
@@ -66,38 +66,25 @@ def _look(options: argparse.Namespace) -> "Iterator[list[Finding]]":
         from ...cluster.check.doctor import look_at_gpus
 
         yield from ([each] for each in look_at_gpus())
-    elif options.address is None:
-        yield _examine_here(options)
     else:
-        yield _examine_cluster(options)
+        yield _examine(options)
 
 
-def _examine_here(options: argparse.Namespace) -> "list[Finding]":
+def _examine(options: argparse.Namespace) -> "list[Finding]":
     from rich.console import Console
 
-    from ...cluster.check.probe import Probe
-
-    with Console(stderr=True).status("looking") as status:
-        return _examine(options, {_HERE: Probe(_HERE)}, tell=status.update)
-
-
-def _examine_cluster(options: argparse.Namespace) -> "list[Finding]":
-    from rich.console import Console
-
-    from ...cluster.places.standing import cluster_at
-
-    allow_unauthenticated(options)
-    with Console(stderr=True).status("connecting") as status, cluster_at(options.address):
-        from ...cluster.check.probe import probes
-
-        with probes(LIMIT_S) as (nodes, silent):
-            return _examine(options, nodes, silent=silent, tell=status.update)
-
-
-def _examine(options: argparse.Namespace, nodes: Any, **more: Any) -> "list[Finding]":
     from ...cluster.check.doctor import examine
+    from ...cluster.check.probe import Probe, probes
 
-    return examine(nodes, str(options.run_dir.absolute()), limit_s=LIMIT_S, **more)
+    run_dir = options.run_dir.absolute()
+    with Console(stderr=True).status("checking the nodes and running ranks on all of them"):
+        if options.address is None:
+            return examine({_HERE: Probe(_HERE)}, run_dir)
+        from ...cluster.places.standing import cluster_at
+
+        allow_unauthenticated(options)
+        with cluster_at(options.address), probes(LIMIT_S) as nodes:
+            return examine(nodes, run_dir)
 
 
 def _print_json(findings: "Sequence[Finding]") -> None:

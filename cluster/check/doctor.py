@@ -1,6 +1,6 @@
 """Checks machines before a job starts: asks every node the same questions and judges the answers.
 
-    nodes answer → facts of each → clocks → ports between all → the shared folder → the self-test
+    nodes answer → facts of each → network and shared folder → the self-test
 
 Nodes are those of a Ray cluster (probe.py), or this machine as the only node. A node that is silent or
 cannot do what it is asked becomes a finding and takes no further part. The self-test runs ranks under the
@@ -21,38 +21,31 @@ from ..nodes.node_check import token_in
 from .exchange import NUM_BYTES
 from .findings import (
     Finding,
-    judge_clocks,
     judge_folder,
     judge_gpus,
-    judge_limits,
     judge_memory,
     judge_ports,
     judge_silent,
     judge_versions,
 )
-from .probe import NodeFault, NodeSilent, Probe
+from .probe import NodeFacts, NodeFault, Probe, Trial
 
 T = TypeVar("T")
 
 RANKS_PER_NODE = 2  # of the self-test
 _AT_ONCE = 64  # nodes that are asked at the same time
-_CLOCK_ASKED = 8  # times; the quickest answer is the most exact
 _EXCHANGE_LIMIT_S = 180.0
 _POLL_S = 0.2
-_FAULTS = (NodeSilent, NodeFault, OSError)
-_JUDGES = (judge_versions, judge_limits, judge_memory, judge_gpus)
+_FAULTS = (NodeFault, OSError)
+_JUDGES = (judge_versions, judge_memory, judge_gpus)
 
 
 class _Nodes:
     """The nodes that still answer."""
 
-    def __init__(self, nodes: Mapping[str, Any], silent: Mapping[str, str]) -> None:
+    def __init__(self, nodes: Mapping[str, Any]) -> None:
         self.alive = dict(nodes)
-        self.silent = dict(silent)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.alive)
+        self.silent: dict[str, str] = {}
 
     def ask(self, what: Callable[[str, Any], T]) -> dict[str, T]:
         """Asks all nodes concurrently; a silent node takes no further part."""
@@ -68,74 +61,39 @@ class _Nodes:
         return given
 
 
-def examine(
-    nodes: Mapping[str, Any],
-    run_dir: str,
-    *,
-    limit_s: float,
-    silent: Mapping[str, str] | None = None,
-    tell: Callable[[str], None] = lambda doing: None,
-) -> list[Finding]:
+def examine(nodes: Mapping[str, Any], run_dir: Path) -> list[Finding]:
     """Checks nodes and returns the findings.
 
     Args:
         nodes: a `Probe` or `RemoteProbe` per node, by the address at which the others reach it.
         run_dir: the folder of runs.
-        limit_s: for a node to answer.
-        silent: nodes that never began to answer, and why.
-        tell: called with the name of each check.
     """
-    group, findings = _Nodes(nodes, silent or {}), list[Finding]()
-    tell("facts of each node")
+    group, findings = _Nodes(nodes), list[Finding]()
     if facts := group.ask(lambda _, node: node.facts()):
         findings += [judge([*facts.values()]) for judge in _JUDGES]
-        tell("clocks")
-        if offsets := group.ask(lambda _, node: _offset(node)):
-            findings.append(judge_clocks(offsets))
-        tell("ports between all nodes")
-        findings.append(judge_ports(_try_ports(group)))
-        tell("the shared folder")
-        findings += _try_folder(group, run_dir)
-        tell("self-test: ranks on all nodes")
-        names = group.names
-        who = f"{len(names) * RANKS_PER_NODE} ranks on {len(names)} node(s)"
+        findings += _try_network_and_folder(group, facts, run_dir)
+        who = f"{len(group.alive) * RANKS_PER_NODE} ranks on {len(group.alive)} node(s)"
         findings.append(_self_test("all-to-all", who, group.alive, RANKS_PER_NODE))
-    num_nodes = len(nodes) + len(silent or {})
-    return [judge_silent(group.silent, num_nodes, limit_s), *findings]
+    return [judge_silent(group.silent, len(nodes)), *findings]
 
 
-def _offset(node: Any) -> float:
-    """Returns how far a node's clock is ahead, in seconds; the quickest answer is the most exact."""
-    rounds = []
-    for _ in range(_CLOCK_ASKED):
-        asked = time.time()
-        theirs = node.clock()
-        took = time.time() - asked
-        rounds.append((took, theirs - asked - took / 2))
-    return min(rounds)[1]
+def _try_network_and_folder(
+    group: _Nodes, facts: Mapping[str, NodeFacts], folder: Path
+) -> list[Finding]:
+    """Lets every node connect to every other and read a file that is written here, as a job does."""
 
+    def attempt(name: str, node: Any) -> Trial:
+        others = [(other, each.port) for other, each in facts.items() if other != name]
+        return node.attempt(others, wanted)
 
-def _try_ports(group: _Nodes) -> dict[str, list[str]]:
-    """Connects every node to every other; returns which ones each does not reach."""
-    ports = group.ask(lambda _, node: node.listen())
-
-    def unreached(name: str, node: Any) -> list[str]:
-        others = [address for address in ports.items() if address[0] != name]
-        return [others[place][0] for place in node.unreachable(others)]
-
-    return group.ask(unreached)
-
-
-def _try_folder(group: _Nodes, run_dir: str) -> list[Finding]:
-    """Writes a file into the folder from here and lets every node read it, as a job does."""
-    folder = Path(run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with token_in(folder, gpus=0) as wanted:
-            return judge_folder(group.ask(lambda _, node: node.try_folder(wanted)), run_dir)
+            trials = group.ask(attempt)
     except OSError as error:
-        found = f"{run_dir} cannot be written here ({error.strerror})"
+        found = f"{folder} cannot be written here ({error.strerror})"
         return [Finding("shared folder", "fail", found, "choose another --run-dir")]
+    return [judge_ports(trials), *judge_folder(trials, str(folder))] if trials else []
 
 
 # The self-test ------------------------------------------------------------------------------------
@@ -155,16 +113,15 @@ def _self_test(
             "memory, a cable or a card is faulty: check half of the nodes, `nvidia-smi topo -m`"
         )
         return Finding(check, "fail", f"{who} received wrong numbers", advice)
-    took = f"{NUM_BYTES >> 20} MiB in {measured['seconds'] * 1e6:,.0f} µs"
-    return Finding(check, "ok", f"{who}: {took}, all numbers correct")
+    speed = NUM_BYTES / measured["seconds"] / 1e9
+    return Finding(check, "ok", f"{who}: {speed:.2f} GB/s per rank, all numbers correct")
 
 
 def _run_exchange(nodes: Mapping[str, Any], ranks_per_node: int, backend: str) -> dict[str, Any]:
     """Runs the self-test's ranks on all nodes; returns what rank 0 measured (exchange.py).
 
     Raises:
-        NodeFault: ranks failed or were too slow; with the first cause.
-        NodeSilent: a node no longer answers.
+        NodeFault: ranks failed or were too slow, with the first cause; or a node no longer answers.
     """
     names, probes = list(nodes), list(nodes.values())
     launch = Launch(
@@ -182,7 +139,7 @@ def _run_exchange(nodes: Mapping[str, Any], ranks_per_node: int, backend: str) -
         _await_exchange(nodes)
         return json.loads(probes[0].exchange_result())
     finally:
-        _Nodes(nodes, {}).ask(lambda _, probe: probe.end_exchange())
+        _Nodes(nodes).ask(lambda _, probe: probe.end_exchange())
 
 
 def _await_exchange(nodes: Mapping[str, Any]) -> None:

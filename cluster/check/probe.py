@@ -1,4 +1,4 @@
-"""Examines one node for a check: its software, limits, memory, devices, network and folder.
+"""Examines one node for a check: its software, memory, devices, network and folder.
 
 On another machine, `RemoteProbe` calls it as a Ray actor, with a time limit for every call. Facts are gathered
 without torch and without initialising a device: versions come from the installed packages' metadata, GPUs from
@@ -7,14 +7,11 @@ nvidia-smi.
 
 import contextlib
 import importlib.metadata
-import os
-import resource
 import shutil
 import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +22,11 @@ import psutil
 
 from ..job import python_module
 from ..nodes.assignment import Assignment
-from ..nodes.node import Node, versions
+from ..nodes.node import Address, Node, versions
 from ..nodes.node_check import NodeCheck
 from .exchange import RESULT
 
-UNLIMITED = -1
 _SHARED_MEMORY = Path("/dev/shm")
-_MARGIN_S = 10.0  # added to the limit of a call
 _SMI_LIMIT_S = 60.0  # a machine with eight GPUs may take seconds to wake its driver
 
 
@@ -52,28 +47,23 @@ class NodeFacts:
     versions: Mapping[str, str]
     memory_free_bytes: int
     memory_total_bytes: int
-    open_files: int  # limit per process, or UNLIMITED
-    processes: int  # limit per user, or UNLIMITED
     shared_memory_bytes: int | None = None  # free; None: there is no /dev/shm
     driver: str = ""  # NVIDIA's
     gpus: Sequence[Gpu] = ()
+    port: int = 0  # on which it accepts connections
 
 
 @dataclass(frozen=True)
-class FolderTrial:
-    """Holds what one node found in the shared folder."""
+class Trial:
+    """Holds how one node reaches the others and the shared folder."""
 
-    fault: str = ""  # why it cannot be used; "": it can
-    fsync_s: float = 0.0  # of a small file
+    unreached: Sequence[str] = ()  # the other nodes' names
+    fault: str = ""  # why the folder cannot be used; "": it can
     free_bytes: int = 0
 
 
-class NodeSilent(Exception):
-    """Says that a node does not answer: it hangs, is gone, or cannot be reached."""
-
-
 class NodeFault(Exception):
-    """Says that a node answers but cannot do what it is asked; with its own message."""
+    """Says why a node cannot be reached, does not answer, or cannot do what it is asked."""
 
 
 class Probe(Node):
@@ -83,31 +73,36 @@ class Probe(Node):
 
     def facts(self) -> NodeFacts:
         """Returns the facts of this node."""
-        return _gather_facts(self._address)
+        memory, (driver, gpus) = psutil.virtual_memory(), gpus_here()
+        shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+        return NodeFacts(
+            address=self._address,
+            versions=_software(),
+            memory_free_bytes=memory.available,
+            memory_total_bytes=memory.total,
+            shared_memory_bytes=shm,
+            driver=driver,
+            gpus=gpus,
+            port=self._listen(),
+        )
 
-    def clock(self) -> float:
-        """Returns this node's clock in seconds since the epoch."""
-        return time.time()
-
-    def listen(self) -> int:
+    def _listen(self) -> int:
         """Accepts connections on a free port, which it returns, until this process ends."""
         server = socket.create_server((self._address, 0), backlog=256)
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
         return server.getsockname()[1]
 
-    def try_folder(self, wanted: NodeCheck) -> FolderTrial:
-        """Reads the file that every node must see, then writes and syncs one beside it."""
-        if fault := wanted.faults():
-            return FolderTrial(fault)
-        folder, started = Path(wanted.token_file).parent, time.perf_counter()
+    def attempt(self, others: Sequence[Address], wanted: NodeCheck) -> Trial:
+        """Connects to other nodes, reads the file that every node must see, and creates one beside it."""
+        unreached = [others[place][0] for place in self.unreachable(others)]
+        folder, fault = Path(wanted.token_file).parent, wanted.faults()
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"moebius doctor")
-                file.flush()
-                os.fsync(file.fileno())
+            if not fault:
+                tempfile.TemporaryFile(dir=folder).close()
+                return Trial(unreached, "", shutil.disk_usage(folder).free)
         except OSError as error:
-            return FolderTrial(f"{folder} cannot be written ({error.strerror})")
-        return FolderTrial("", time.perf_counter() - started, shutil.disk_usage(folder).free)
+            fault = f"{folder} cannot be written ({error.strerror})"
+        return Trial(unreached, fault)
 
     def start_exchange(self, assignment: Assignment, backend: str) -> None:
         """Starts this node's ranks of the self-test in a private local folder."""
@@ -138,7 +133,7 @@ def _accept(server: socket.socket) -> None:
 
 
 class RemoteProbe:
-    """Stands for the probe on another node; any call may raise NodeSilent or NodeFault."""
+    """Stands for the probe on another node; any call may raise NodeFault."""
 
     def __init__(self, actor: Any, limit_s: float) -> None:
         self._actor = actor
@@ -148,31 +143,18 @@ class RemoteProbe:
         """Returns a function that calls this method of `Probe` on the other node."""
         return partial(self._call, method)
 
-    def await_start(self, deadline: float) -> None:
-        """Waits until the actor answers, at most until `deadline` (monotonic clock)."""
-        self._get(self._actor.clock.remote(), max(0.1, deadline - time.monotonic()))
-
-    def end(self) -> None:
-        """Ends the actor and everything that it started."""
-        import ray
-
-        ray.kill(self._actor)
-
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._get(getattr(self._actor, method).remote(*arguments), self._limit_s + _MARGIN_S)
-
-    def _get(self, answer: Any, limit_s: float) -> Any:
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
-            return ray.get(answer, timeout=limit_s)
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=self._limit_s)
         except GetTimeoutError:
-            raise NodeSilent(f"no answer within {limit_s:.0f} s") from None
+            raise NodeFault(f"no answer within {self._limit_s:.0f} s") from None
         except RayTaskError as error:
             raise NodeFault(_one_line(error.cause or error)) from None
         except RayError as error:
-            raise NodeSilent(_one_line(error)) from None
+            raise NodeFault(_one_line(error)) from None
 
 
 def _one_line(error: BaseException) -> str:
@@ -182,56 +164,28 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def probes(limit_s: float) -> Iterator[tuple[Mapping[str, RemoteProbe], Mapping[str, str]]]:
-    """Yields a probe per node of the connected cluster, by address, and why others stay silent.
+def probes(limit_s: float) -> Iterator[Mapping[str, RemoteProbe]]:
+    """Yields a probe per node of the connected cluster, by address.
 
     The probes are actors that reserve no CPU, are pinned to their nodes, and end with the connection.
     """
     import ray
-
-    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    started = {
-        address: RemoteProbe(_start_actor(nodes[address], address), limit_s)
-        for address in sorted(nodes)
-    }
-    silent, deadline = {}, time.monotonic() + limit_s
-    for address, probe in started.items():  # all start at the same time
-        try:
-            probe.await_start(deadline)
-        except (NodeSilent, NodeFault) as error:
-            silent[address] = str(error)
-    try:
-        yield {name: probe for name, probe in started.items() if name not in silent}, silent
-    finally:
-        for probe in started.values():
-            probe.end()
-
-
-def _start_actor(node_id: str, address: str) -> Any:
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    on_the_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": on_the_node}
-    return ray.remote(Probe).options(**options).remote(address)
-
-
-def _gather_facts(address: str) -> NodeFacts:
-    """Returns the facts of this machine, which other nodes reach at `address`."""
-    memory = psutil.virtual_memory()
-    driver, gpus = gpus_here()
-    shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
-    return NodeFacts(
-        address=address,
-        versions=_software(),
-        memory_free_bytes=memory.available,
-        memory_total_bytes=memory.total,
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        processes=_limit(resource.RLIMIT_NPROC),
-        shared_memory_bytes=shm,
-        driver=driver,
-        gpus=gpus,
-    )
+    actors: dict[str, Any] = {}
+    for node in sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"]):
+        if node["Alive"]:
+            on_the_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            probe = ray.remote(Probe).options(
+                num_cpus=0, max_concurrency=4, scheduling_strategy=on_the_node
+            )
+            address = node["NodeManagerAddress"]
+            actors[address] = probe.remote(address)
+    try:
+        yield {address: RemoteProbe(actor, limit_s) for address, actor in actors.items()}
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
 
 
 def gpus_here() -> tuple[str, list[Gpu]]:
@@ -266,8 +220,3 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _limit(which: int) -> int:
-    soft, _ = resource.getrlimit(which)
-    return UNLIMITED if soft == resource.RLIM_INFINITY else soft

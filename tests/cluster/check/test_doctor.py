@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,15 @@ from moebius.cluster.check.findings import (
     Finding,
     judge_folder,
     judge_gpus,
-    judge_limits,
     judge_memory,
     judge_versions,
 )
 from moebius.cluster.check.probe import (
-    UNLIMITED,
-    FolderTrial,
     Gpu,
     NodeFacts,
-    NodeSilent,
+    NodeFault,
     Probe,
+    Trial,
     gpus_here,
 )
 from moebius.cluster.nodes import node_check
@@ -45,8 +42,6 @@ def facts_of(number: int, **values: Any) -> NodeFacts:
         versions={"moebius": "1.0", "torch": "2.13.0", "nccl": "2.27"},
         memory_free_bytes=900 * GIB,
         memory_total_bytes=1000 * GIB,
-        open_files=1 << 20,
-        processes=UNLIMITED,
         shared_memory_bytes=400 * GIB,
         driver="580.1",
         gpus=(Gpu("H100", 80 * GIB, 80 * GIB),) * 8,
@@ -63,23 +58,14 @@ class FakeNode:
 
     def facts(self) -> NodeFacts:
         if "dies" in self.faults:
-            raise NodeSilent("no answer within 30 s")
+            raise NodeFault("no answer within 30 s")
         return facts_of(self.number, **self.faults.get("facts", {}))
 
-    def clock(self) -> float:
-        return time.time() + self.faults.get("clock_s", 0.0)
-
-    def listen(self) -> int:
-        return 20_000 + self.number
-
-    def unreachable(self, others: Sequence[tuple[str, int]]) -> list[int]:
-        closed = self.faults.get("closed", ())
-        return [place for place, (address, _) in enumerate(others) if address in closed]
-
-    def try_folder(self, wanted: NodeCheck) -> FolderTrial:
+    def attempt(self, others: Sequence[tuple[str, int]], wanted: NodeCheck) -> Trial:
         mount = self.faults.get("mount", "")
-        trial = Probe().try_folder(replace(wanted, token_file=f"{mount}{wanted.token_file}"))
-        return replace(trial, free_bytes=100 * GIB, fsync_s=0.001)
+        trial = Probe().attempt([], replace(wanted, token_file=f"{mount}{wanted.token_file}"))
+        closed = [name for name, _ in others if name in self.faults.get("closed", ())]
+        return replace(trial, unreached=closed, free_bytes=100 * GIB)
 
     def free_port(self) -> int:
         return 1000
@@ -105,9 +91,9 @@ def _soon(monkeypatch):
     monkeypatch.setattr(doctor, "_POLL_S", 0.01)
 
 
-def checked(tmp_path: Path, *faults: dict[str, Any], **more: Any) -> list[Finding]:
+def checked(tmp_path: Path, *faults: dict[str, Any]) -> list[Finding]:
     nodes = [FakeNode(number, **each) for number, each in enumerate(faults, 1)]
-    done = examine({node.name: node for node in nodes}, str(tmp_path / "runs"), limit_s=30, **more)
+    done = examine({node.name: node for node in nodes}, tmp_path / "runs")
     assert os.listdir(tmp_path / "runs") == []
     return done
 
@@ -120,23 +106,21 @@ def test_a_cluster_without_faults(tmp_path):
     done = by_check(checked(tmp_path, {}, {}, {}))
     assert {check: found.verdict for check, found in done.items()} == dict.fromkeys(
         [
-            *("nodes", "versions", "limits", "memory", "GPUs"),
-            *("clocks", "ports", "shared folder", "disk space", "fsync", "all-to-all"),
+            *("nodes", "versions", "memory", "GPUs"),
+            *("ports", "shared folder", "disk space", "all-to-all"),
         ],
         "ok",
     )
     assert "all 6 connections work" in done["ports"].found
-    assert done["all-to-all"].found.endswith(": 2 MiB in 1,500 µs, all numbers correct")
+    assert done["all-to-all"].found.endswith(": 1.40 GB/s per rank, all numbers correct")
 
 
 NONE: dict[str, Any] = {}
 FAULTS = {
     "another version": (
         {"facts": {"versions": {"moebius": "1.0", "torch": "2.12.1", "nccl": "2.27"}}},
-        *("versions", "fail", "torch: 2.13.0 on 10.0.0.1, 10.0.0.2, 2.12.1 on 10.0.0.3"),
+        *("versions", "fail", "moebius 1.0, torch 2.12.1, nccl 2.27 on 10.0.0.3"),
     ),
-    "a clock 3 s off": ({"clock_s": -3.0}, "clocks", "fail", "off: 10.0.0.3 by -3.00 s"),
-    "a clock a little off": ({"clock_s": 0.5}, "clocks", "warn", "off: 10.0.0.3 by +0.50 s"),
     "a closed port": (
         {"closed": {"10.0.0.1"}},
         *("ports", "fail", "1 of 6 connections failed (10.0.0.3 → 10.0.0.1)"),
@@ -144,10 +128,6 @@ FAULTS = {
     "a folder of its own": (
         {"mount": "/elsewhere"},
         *("shared folder", "fail", "(No such file"),
-    ),
-    "few files": (
-        {"facts": {"open_files": 1024}},
-        *("limits", "fail", "at least 1,024 open files, any number of processes; low on 10.0.0.3"),
     ),
     "a number that was changed": (
         {},
@@ -173,12 +153,10 @@ def test_one_fault_is_found_named_and_answered(tmp_path, fault):
 
 
 def test_who_gives_no_answer_is_left_out_of_the_rest(tmp_path):
-    done = checked(tmp_path, {}, {"dies": True}, {}, silent={"10.0.0.9": "its raylet is gone"})
+    done = checked(tmp_path, {}, {"dies": True}, {})
     first = done[0]
     assert (first.check, first.verdict) == ("nodes", "fail")
-    assert "2 of 4 failed or did not answer within 30 s" in first.found
-    assert "10.0.0.9: its raylet is gone" in first.found
-    assert "10.0.0.2: no answer" in first.found
+    assert "1 of 3 failed or did not answer (10.0.0.2: no answer within 30 s)" in first.found
     assert "all 2 connections work" in by_check(done)["ports"].found
 
 
@@ -197,15 +175,18 @@ H100 = Gpu("H100", 80 * GIB, 80 * GIB)
     ("judge", "changes", "verdict", "words"),
     [
         (judge_gpus, [{"gpus": ()}, {"gpus": ()}], "ok", "none; ranks"),
-        (judge_gpus, [{}, {}], "ok", "2 node(s) with 8 × H100; driver 580.1"),
-        (judge_gpus, [{}, {"gpus": (H100,) * 7}], "warn", "1 node(s) with 7 × H100"),
-        (judge_gpus, [{}, {"driver": "570.9"}], "warn", "driver 580.1, 570.9"),
+        (judge_gpus, [{}, {}], "ok", "8 × H100, driver 580.1 on 10.0.0.1, 10.0.0.2"),
+        (judge_gpus, [{}, {"gpus": (H100,) * 7}], "warn", "; 7 × H100, driver 580.1 on 10.0.0.2"),
+        (judge_gpus, [{}, {"driver": "570.9"}], "warn", "driver 570.9 on 10.0.0.2"),
         (judge_gpus, [{}, {"gpus": (replace(H100, free_bytes=GIB),) * 8}], "warn", "in use on"),
         (judge_memory, [{}, {"memory_free_bytes": 100 * GIB}], "warn", "at least 10% free"),
-        (judge_memory, [{}, {"shared_memory_bytes": 64 << 20}], "warn", "1 GiB on 10.0.0.2"),
+        (
+            judge_memory,
+            [{}, {"shared_memory_bytes": 64 << 20}],
+            "warn",
+            "less than 1 GiB on 10.0.0.2",
+        ),
         (judge_memory, [{"shared_memory_bytes": None}], "ok", "at least 90% free (900.0 GiB)"),
-        (judge_limits, [{"open_files": UNLIMITED}], "ok", "any number of open files"),
-        (judge_limits, [{}, {"processes": 1000}], "warn", "low on 10.0.0.2"),
         (judge_versions, [{}], "ok", "moebius 1.0, torch 2.13.0, nccl 2.27"),
         (judge_versions, [{"versions": {"ray": "none"}}], "warn", "ray none"),
     ],
@@ -215,14 +196,10 @@ def test_facts_are_judged(judge, changes, verdict, words):
     assert words in judged(judge, *changes)[1]
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "fsync_s", "verdicts"),
-    [(100, 0.002, ("ok", "ok")), (5, 0.2, ("warn", "warn")), (0.1, 2.0, ("fail", "fail"))],
-)
-def test_the_disk_of_the_run_folder_is_judged(free_gib, fsync_s, verdicts):
-    trial = FolderTrial("", fsync_s, int(free_gib * GIB))
-    _, space, fsync = judge_folder({"10.0.0.1": trial}, "/runs")
-    assert (space.verdict, fsync.verdict) == verdicts
+@pytest.mark.parametrize(("free_gib", "verdict"), [(100, "ok"), (5, "warn"), (0.1, "fail")])
+def test_the_disk_of_the_run_folder_is_judged(free_gib, verdict):
+    trial = Trial(free_bytes=int(free_gib * GIB))
+    assert judge_folder({"10.0.0.1": trial}, "/runs")[1].verdict == verdict
 
 
 # What a node does ---------------------------------------------------------------------------------
@@ -231,13 +208,13 @@ def test_the_disk_of_the_run_folder_is_judged(free_gib, fsync_s, verdicts):
 def test_a_node_reaches_another_and_no_closed_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
-    ports = [Probe().listen(), closed]
+    ports = [Probe().facts().port, closed]
     assert Probe().unreachable([("127.0.0.1", port) for port in ports]) == [1]
 
 
 def test_a_folder_that_cannot_be_written_or_is_no_run_folder_is_a_finding(tmp_path):
     (tmp_path / "file").write_text("")
-    finding = by_check(examine({"10.0.0.1": FakeNode(1)}, str(tmp_path / "file"), limit_s=30))
+    finding = by_check(examine({"10.0.0.1": FakeNode(1)}, tmp_path / "file"))
     assert "cannot be written here (File exists)" in finding["shared folder"].found
 
 
@@ -280,7 +257,7 @@ def test_this_machine(tmp_path, moebius):
     done = moebius("doctor", "--run-dir", tmp_path / "runs", "--json")
     findings = [json.loads(line) for line in done.out.splitlines()]
     verdicts = {each["check"]: each["verdict"] for each in findings}
-    assert verdicts.keys() >= {"versions", "disk space", "fsync", "memory", "GPUs", "all-to-all"}
+    assert verdicts.keys() >= {"versions", "disk space", "memory", "GPUs", "all-to-all"}
     assert done.code == int("fail" in verdicts.values())
     assert verdicts["all-to-all"] == "ok"
     assert os.listdir(tmp_path / "runs") == []
@@ -302,7 +279,7 @@ def test_a_simulated_cluster(tmp_path, monkeypatch, capsys):
     finally:
         end_cluster(standing, force=True)
     found = {line["check"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-    for check in ("nodes", "versions", "clocks", "ports", "shared folder", "all-to-all"):
+    for check in ("nodes", "versions", "ports", "shared folder", "all-to-all"):
         assert found[check]["verdict"] == "ok", found[check]
     assert "2 of 2 answer" in found["nodes"]["found"]
     assert ended.value.code == int(any(each["verdict"] == "fail" for each in found.values()))
