@@ -44,6 +44,13 @@ def make_layer(
     return layer
 
 
+def make_router(kind: str, *, num_experts: int = 8, **fields: Any) -> Any:
+    """Builds the router of a float64 layer, before its first step."""
+    router = make_layer({"kind": kind} | fields, num_experts=num_experts).router
+    router.before_step(0)
+    return router
+
+
 def rows(batch: int, positions: int, *, common: float = 0.0, seed: int = 0) -> Tensor:
     """Returns (B, S, D) float64 random rows with a common component."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
-"""One layer of experts in float64, and its leak test."""
+"""One layer of experts in float64."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,19 +61,3 @@ def rows(batch: int, length: int, width: int = 12, *, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(width, dtype=torch.float64, generator=generator)
     return torch.randn(batch, length, width, dtype=torch.float64, generator=generator) + common
-
-
-def temporal_leak(
-    forward: Callable[[Tensor], Tensor], x_BS: Tensor, other_BS: Tensor, cuts: range
-) -> float:
-    """Returns the largest change of outputs before a cut when inputs after it change.
-
-    Inputs change in all sequences, in the last, and in all but the first.
-    """
-    before, leak = forward(x_BS), 0.0
-    for cut in cuts:
-        for changed in (slice(None), slice(-1, None), slice(1)):
-            x = x_BS.clone()
-            x[changed, cut:] = other_BS[changed, cut:]
-            leak = max(leak, (forward(x) - before)[:, :cut].abs().max().item())
-    return leak

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, make_uneven, micro_batch_of, set_options, some_tokens, tiny_model
+from family import (
+    NAMES,
+    PROGRAMS,
+    make_uneven,
+    micro_batch_of,
+    program,
+    set_options,
+    some_tokens,
+    tiny_model,
+)
 from parts import layers
 from torch import Tensor, nn
 from torch_modes import LiveMemory
@@ -36,18 +45,19 @@ DRAWS = {  # what no recipe of the family has
 
 
 def model_of(name: str, mode: Recompute) -> Transformer:
-    recipe, router = DRAWS.get(name, (name, None))
-    changes = {"attention.sampled": 1} if name == "drawn experts" else {}
-    changes |= {"feed_forward.router": router} if router else {}
-    model = make_uneven(tiny_model(recipe, changes))
+    if name in PROGRAMS:
+        model = program(name)
+    else:
+        recipe, router = DRAWS.get(name, (name, None))
+        changes = {"attention.sampled": 1} if name == "drawn experts" else {}
+        changes |= {"feed_forward.router": router} if router else {}
+        model = make_uneven(tiny_model(recipe, changes))
     set_options(model, recompute=mode)
     return model
 
 
-def loss_and_gradients(
-    model: Transformer, dtype: torch.dtype, *, step: int = 0
-) -> dict[str, Tensor]:
-    model.before_step(step)
+def loss_and_gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+    model.before_step(10**9)  # a transition has switched
     torch.manual_seed(3)
     result = micro_batch_loss(
         partial(forward_in, model, dtype), micro_batch_of(ROWS), global_sequences=len(ROWS)
@@ -62,12 +72,15 @@ def loss_and_gradients(
     }
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        (name, (torch.float32, torch.bfloat16)[index % 2])
-        for index, name in enumerate([*NAMES, *DRAWS])
+        *(
+            (name, (torch.float32, torch.bfloat16)[index % 2])
+            for index, name in enumerate([*NAMES, *DRAWS])
+        ),
+        *((name, torch.float64) for name in PROGRAMS),
     ],
 )
 def test_loss_and_every_gradient_keep_their_bits(name: str, dtype: torch.dtype) -> None:
@@ -77,12 +90,6 @@ def test_loss_and_every_gradient_keep_their_bits(name: str, dtype: torch.dtype) 
         assert found.keys() == expected.keys()
         for key, value in found.items():
             assert torch.equal(value, expected[key]), (mode, key)
-
-
-def test_a_transition_that_has_switched() -> None:
-    expected = loss_and_gradients(model_of("transition", "none"), torch.float32, step=10**9)
-    found = loss_and_gradients(model_of("transition", "full"), torch.float32, step=10**9)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("name", ["moeut", "sut", "mh_moe"])
@@ -114,17 +121,16 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
     }
     dispatch = LocalDispatcher.dispatch
     noise = torch.Generator().manual_seed(8)
-    first: list[tuple[Tensor, Tensor]] = []
-    second: list[tuple[Tensor, Tensor]] = []
+    first: list[list[list[int]]] = []
+    second: list[list[list[int]]] = []
 
     def noisy(self: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
         normed = norms[type(self)](self, x)
         return normed + torch.randn(normed.shape, generator=noise) if recomputing() else normed
 
     def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> LocalRows:
-        (second if recomputing() else first).append(
-            (routes.source_N.clone(), routes.expert_N.clone())
-        )
+        found = [routes.source_N.tolist(), routes.expert_N.tolist()]
+        (second if recomputing() else first).append(found)
         return dispatch(self, x_UD, routes)
 
     for norm in norms:
@@ -134,13 +140,7 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
     # loops without gradient would have no second run
     set_options(model, depth=PassDepth(model.config.num_repeats))
     loss_and_gradients(model, torch.float32)
-    assert sorted(map(spelled, second)) == sorted(
-        map(spelled, first)
-    )  # the second runs come in reverse
-
-
-def spelled(routes: tuple[Tensor, Tensor]) -> str:
-    return str([tensor.tolist() for tensor in routes])
+    assert sorted(second) == sorted(first)  # the second runs come in reverse
 
 
 def test_what_remains_shrinks_and_goes() -> None:

@@ -4,7 +4,7 @@ initialisation.
 
 import pytest
 import torch
-from family import some_tokens
+from family import PROGRAMS, program, some_tokens
 from pairwise import slow_but
 from parts import layers
 from small_model import ODD
@@ -149,11 +149,12 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     torch.testing.assert_close(model(tokens).logits_BSV, logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *PROGRAMS])
 def test_every_parameter_gets_a_gradient(variant: str) -> None:
-    model = make(VARIANTS[variant])
-    output = model(torch.arange(61).repeat(2, 1))
-    (output.logits_BSV.square().mean() + output.regularisation_B.mean()).backward()
+    model = program(variant) if variant in PROGRAMS else make(VARIANTS[variant])
+    tokens = torch.arange(61).repeat(2, 1)
+    output = model(tokens, targets_BS=tokens)
+    (output.cross_entropy + output.regularisation_B.mean()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name

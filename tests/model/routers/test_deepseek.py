@@ -5,25 +5,21 @@ from typing import Any
 import pytest
 import torch
 from parts import layers
-from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slow_layer
+from routing_oracle import (
+    Gates,
+    all_served,
+    assert_same,
+    make_layer,
+    make_router,
+    rows,
+    slow_layer,
+)
 from sparse_layer import make_model
 from torch import Tensor
 
 from moebius.model.balance import RunningSum, add_sums
-from moebius.model.initialise import initialise, normal
-from moebius.model.routers.deepseek import DeepSeekConfig, DeepSeekRouter
 
 V2 = {"scores": "softmax", "group_score": "max", "renormalise": False, "bias_rate": 0.0}
-
-
-def make_router(
-    num_experts: int = 16, d_row: int = 16, seed: int = 0, **fields: Any
-) -> DeepSeekRouter:
-    router = DeepSeekRouter(
-        DeepSeekConfig(**fields), d_row, num_experts, init=normal(d_row**-0.5)
-    ).double()
-    initialise(router, seed)
-    return router
 
 
 def spread_bias(router: Any, seed: int = 3) -> None:
@@ -81,7 +77,7 @@ def test_the_gate_equals_a_loop_over_rows(fields: dict[str, Any]) -> None:
 
 
 def test_weights_stay_numbers_where_all_scores_underflow() -> None:
-    router = make_router(top_k=3).float()
+    router = make_router("deepseek", num_experts=16, top_k=3).float()
     with torch.no_grad():
         router.weight.fill_(-1.0)
     choice = router.choose(torch.full((2, 16), 50.0))
@@ -89,7 +85,7 @@ def test_weights_stay_numbers_where_all_scores_underflow() -> None:
 
 
 def test_one_update_follows_the_sign_of_the_missing_load_until_it_is_told_to_stop() -> None:
-    router = make_router(4, bias_rate=0.125, bias_until_step=2)
+    router = make_router("deepseek", num_experts=4, top_k=2, bias_rate=0.125, bias_until_step=2)
     for step in range(4):
         router.after_step(step, {"load": torch.tensor([5.0, 1.0, 3.0, 3.0], dtype=torch.float64)})
     assert router.selection_bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
@@ -114,7 +110,9 @@ def test_the_sequence_wise_loss_counts_unbiased_preferences(scores: str) -> None
     """α·Σ_e f_e P_e, f_e = E/(K·S)·#{t: e among the K largest s_t}, P_e = mean s_te / Σ_j s_tj; per
     sequence, over repeats.
     """
-    router = make_router(top_k=3, scores=scores, num_groups=4, kept_groups=2)
+    router = make_router(
+        "deepseek", num_experts=16, top_k=3, scores=scores, num_groups=4, kept_groups=2
+    )
     spread_bias(router)
     repeats = [rows(3, 5, common=1.0, seed=seed) for seed in (0, 1)]
     sums = add_sums([router.statistics(router(x.flatten(0, 1), batch_size=3), 3) for x in repeats])

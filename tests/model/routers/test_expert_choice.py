@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from family import some_tokens
-from parts import layers
 from routing_oracle import assert_same
-from sparse_layer import make_layer, make_model, rows, temporal_leak
+from sparse_layer import make_layer, rows
 from torch import Tensor
 
 from moebius.kernels.reference import activate
 from moebius.model.routers.expert_choice import ExpertChoiceConfig
-from moebius.model.routers.router import Promises
 
 GROUPED = {
     "kind": "expert_choice",
@@ -82,33 +79,6 @@ def test_every_expert_takes_equally_many_of_every_group(
     assert len(pairs.unique()) == len(pairs)  # no token twice in one expert
 
 
-def test_the_load_is_reported_even() -> None:
-    model = make_model(GROUPED)
-    load = model(torch.randint(31, (8, 3))).loads["feed_forward"]
-    load_LN = load.load_LN
-    assert load_LN.tolist() == [[6] * 6] * 2
-    assert (load_LN.amax(1) / load_LN.double().mean(1) - 1 == 0).all()  # max violation
-    assert load.wanted_L.equal(load_LN.sum(1))
-
-
-def test_flat_choice_reads_the_future_and_grouped_choice_does_not() -> None:
-    x_BSD, other_BSD = rows(8, 6), rows(8, 6, seed=1)
-    tokens_BS, other_BS = (some_tokens(8, 6, seed=n, vocabulary=31) for n in (1, 2))
-    for router, causal in ((GROUPED, True), (FLAT, False)):
-        layer, model = make_layer(router), make_model(router)
-        with torch.no_grad():
-            layers(model)[0].feed_forward.router.weight.normal_(
-                generator=torch.Generator().manual_seed(0)
-            )
-            in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 6))
-            in_model = temporal_leak(
-                lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 6)
-            )
-        assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
-        expected = Promises(causal=causal, batch_invariant=False, dropless=False, balanced=True)
-        assert layer.router.config.promises == expected
-
-
 def test_an_answer_can_be_normalised() -> None:
     layer, x_BSD = make_layer(GROUPED, output_norm=True), rows(8, 3)
     y_BSD, routing = layer(x_BSD, x_BSD)
@@ -125,9 +95,3 @@ def test_half_a_row_is_one_and_cost_follows_from_what_is_taken() -> None:
         config.check(32)
         assert config.taken(32, group) == taken
         assert config.active_experts(32, 128) == taken * 32 / group
-
-
-def test_incomplete_groups_are_refused() -> None:
-    layer, x_BSD = make_layer(GROUPED), rows(6, 3)
-    with pytest.raises(ValueError, match="6 sequences are not whole groups of 4"):
-        layer(x_BSD, x_BSD)

@@ -33,6 +33,15 @@ def test_a_row_learns_about_the_experts_that_serve_it(router: dict[str, Any], sh
     assert informed_gradient_fraction(layer, rows(8, 3)) == pytest.approx(share)
 
 
+@pytest.mark.parametrize("kind", ["token_choice", "deepseek", "cosine"])
+def test_rows_of_low_precision_are_judged_in_float32(kind: str) -> None:
+    router = make_layer({"kind": kind, "top_k": 2}).router.float()
+    x_TD = rows(2, 3).flatten(0, 1).bfloat16()
+    choice = router.choose(x_TD)
+    assert choice.logits_TE.dtype == choice.weights_TK.dtype == torch.float32
+    torch.testing.assert_close(choice.logits_TE, router.choose(x_TD.float()).logits_TE)
+
+
 def informed_gradient_fraction(feed_forward: Any, x_BSD: Tensor) -> float:
     """Share of (row, expert) logits whose gradient changes when that expert's weights change.
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from family import some_tokens
 from parts import layers
 from routing_oracle import assert_same
-from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
+from sparse_layer import expert, make_layer, make_model, rows
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig, ScaledInitialisationConfig
@@ -158,33 +157,6 @@ def test_groups_of_another_size_in_evaluation_only() -> None:
         layer.router.config.group_sequences,
         layer.router.config.evaluation_group_sequences,
     ) == (4, 8)
-
-
-# ---- what it promises
-
-
-def test_no_position_reads_a_later_one() -> None:
-    """Layer and model of two layers; the control groups neighbours, and a single cut on a border of
-    its groups sees nothing.
-    """
-    x_BSD, other_BSD = rows(8, 12), rows(8, 12, seed=1)
-    tokens_BS, other_BS = (some_tokens(8, 12, seed=n, vocabulary=31) for n in (1, 2))
-    for options, causal in (
-        ({}, True),
-        ({"sequences_per_group": 8}, True),
-        ({"axis": "sequence", "sequences_per_group": 3}, False),
-    ):
-        layer, model = make_layer(MOT | options), make_model(MOT | options)
-        with torch.no_grad():
-            in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 12))
-            in_model = temporal_leak(
-                lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 12)
-            )
-            aligned = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(6, 7))
-        assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
-        assert aligned == 0.0  # so a test with this one cut would pass the control
-        assert layer.router.config.promises.causal == causal
-    assert in_layer > 0.1
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family import some_tokens
 from parts import layers
 from routing_oracle import assert_same
-from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
+from sparse_layer import expert, make_layer, make_model, rows
 from torch import Tensor
 
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.routers.router import Promises
 from moebius.model.routing import Mixture
 
 SOFT = {"kind": "soft_moe", "slots_per_expert": 2}
@@ -78,31 +75,8 @@ def test_a_slot_for_every_token_makes_it_one_hot() -> None:
     torch.testing.assert_close(y_BSD[0], expected)
 
 
-def test_it_reads_its_own_future_and_no_other_sequence() -> None:
-    x_BSD, other_BSD = rows(4, 6), rows(4, 6, seed=1)
-    layer, model = make_layer(SOFT), make_model(SOFT)
-    tokens_BS, other_BS = (some_tokens(4, 6, seed=n, vocabulary=31) for n in (1, 2))
-    with torch.no_grad():
-        assert temporal_leak(lambda x: layer(x, x)[0], x_BSD, other_BSD, range(1, 6)) > 1e-3
-        assert temporal_leak(lambda x: model(x).logits_BSV, tokens_BS, other_BS, range(1, 6)) > 1e-6
-        changed = tokens_BS.clone()
-        changed[0] = other_BS[0]
-        assert model(changed).logits_BSV[1:].equal(model(tokens_BS).logits_BSV[1:])
-    promises = layer.router.config.promises
-    assert promises == Promises(causal=False, batch_invariant=True, dropless=True, balanced=True)
-    assert model(tokens_BS).loads["feed_forward"].load_LN.tolist() == [[8] * 6] * 2
-
-
 def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
     router = layers(make_model(SOFT, {"d_model": 256}, num_experts=32))[0].feed_forward.router
     assert router.scale.item() == 1.0
     assert router.weight.shape == (64, 256)
     assert router.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
-
-
-def test_active_experts_follow_the_length() -> None:
-    config = ModelConfig.from_dotted(
-        {"feed_forward.router": SOFT, "feed_forward.allow_future_leak": True}
-    )
-    assert config.experts is not None
-    assert config.experts.router.active_experts(16, 64) == 0.5

@@ -11,8 +11,6 @@ from sparse_layer import make_layer, make_model, rows
 from torch import Tensor
 
 from moebius.model.balance import RunningSum
-from moebius.model.routers.router import Promises
-from moebius.model.routers.transition import TransitionConfig
 from moebius.model.routing import Mixture, Routes
 
 TRANSITION = {"kind": "transition", "sequences_per_group": 4, "switch_step": 10}
@@ -116,15 +114,3 @@ def test_the_means_are_over_all_repeats_of_a_shared_layer() -> None:
     expected = output.carried["0/feed_forward/logits"] / 120
     torch.testing.assert_close(layers(model)[0].feed_forward.router.mean_logit, expected)
     assert make_model(TRANSITION, num_experts=4)(torch.zeros(4, 2, dtype=torch.int64)).carried == {}
-
-
-def test_promises_are_those_of_the_whole_run() -> None:
-    assert TransitionConfig().promises == Promises(
-        True, batch_invariant=False, dropless=True, balanced=False
-    )
-    refusing = TransitionConfig(capacity_factor=1.25)
-    assert refusing.promises == Promises(
-        True, batch_invariant=False, dropless=False, balanced=False
-    )
-    assert not TransitionConfig(capacity_factor=1.25, drop_order="token_major").promises.causal
-    assert (refusing.group_sequences, refusing.active_experts(32, 7)) == (32, 1.0)
