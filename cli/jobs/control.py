@@ -15,7 +15,6 @@ from ..arguments import (
     allow_unauthenticated,
     resolve_config,
 )
-from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
     from ...train.config.run_config import Config
@@ -62,14 +61,12 @@ def _add_submit(commands: Commands) -> None:
         examples=[
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=2 job.ranks_per_node=4",
-            "submit smoke --emit kuberay --with image=registry/moebius:1 claim=runs",
             "submit moeut_126m prepare.input=\"['corpus/*.jsonl']\" train.start_when=50_000_000",
         ],
         notes=ENDS,
     )
     add_config_arguments(parser)
     _add_place(parser, "simulate one for this job")
-    add_emit_arguments(parser)
 
 
 def _add_place(parser: argparse.ArgumentParser, default: str) -> None:
@@ -111,8 +108,6 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    if options.emit is not None:
-        return emit(options)
     allow_unauthenticated(options)
     from ...cluster.submit import submit
 

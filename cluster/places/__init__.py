@@ -1,1 +1,1 @@
-"""Places where jobs run: simulated clusters that stay, KubeRay, Slurm."""
+"""Holds the places where jobs run: Ray clusters, and simulated ones."""

@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from moebius.cli import main as command_line
+from moebius.cli.arguments import resolve_config
 from moebius.cli.main import build_parser, main, parse
 from moebius.cli.models import evaluate
 from moebius.cluster.job import Journal, State
 from moebius.evaluation import text
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import ConfigError
 from moebius.train.recipes.smoke import RECIPES
 
 Command = Callable[..., Any]  # the fixture `moebius` of conftest.py
@@ -250,3 +252,21 @@ def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(
         main(["eval", str(tmp_path), "--prompt", "One"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == " and two\n"
+
+
+def test_a_runs_configuration_is_a_configuration(tmp_path: Path) -> None:
+    config = resolve("smoke", ["train.steps=7"], RECIPES)
+    config.save(tmp_path / "config.json")
+    path = str(tmp_path / "config.json")
+    assert resolve_config(path, []) == config
+    assert resolve_config(path, ["train.steps=9"]).train.steps == 9
+    for written, told in (
+        ("{", "is damaged .*: restore it"),
+        ("[" * 99999, "is damaged .*: restore it"),
+        ('{"a": 1}', "a: unk"),
+    ):
+        Path(path).write_text(written)
+        with pytest.raises(ConfigError, match=told):
+            resolve_config(path, [])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve_config(str(tmp_path / "none.json"), [])

@@ -98,10 +98,7 @@ train smoke optim.kind=nothere:own              | there is no module 'nothere': 
 ckpt ls --step 3                                | usage: moebius ckpt ls
 ckpt verify runs/mine --deep                    | usage: moebius ckpt verify
 status runs --verbose                           | usage: moebius status
-submit smoke --emit slurm --run-dir out --with tiem=1 | 'tiem' is not an sbatch option; did you mean time?
-submit smoke --emit slurm --run-dir out --with nodes=2 | sbatch's nodes comes from the configuration
-submit smoke --emit slurm                       | --emit slurm needs --run-dir: a folder that all nodes see
-submit smoke --emit kuberay --with imag=a       | not a key of --emit kuberay, which takes image, claim
+submit smoke --emit slurm --run-dir out         | --emit slurm; copy and edit examples/slurm.sbatch or examples/kuberay.yaml
 resume nothere                                  | nothere: there is no such folder; runs here: runs/mine
 status nothere                                  | nothere: there is no such folder; runs here: runs/mine
 logs run model.d_model=8                        | unrecognized arguments: model.d_model=8

@@ -80,6 +80,7 @@ _NAMES: Mapping[str, str] = {
     "there is no pipeline parallelism; mesh.ep spreads experts": "pp pipeline-parallel pipeline_parallel_degree",
     "there is no context parallelism; train.recompute saves memory": "cp context-parallel context_parallel_degree",
     "a recipe or a file that ends in .toml is the first word, without an option": "recipe config config_file",
+    "copy and edit examples/slurm.sbatch or examples/kuberay.yaml (docs/cluster.md)": "emit slurm sbatch kuberay kubernetes k8s",
 }
 _MEANT = {
     name.replace("-", "_"): meant for meant, names in _NAMES.items() for name in names.split()
