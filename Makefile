@@ -14,7 +14,7 @@ LINKS := build/types/moebius $(SATELLITES:%=build/types/moebius_%)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # What numbers depend on. `rounding` takes those that show most in the least time.
-NUMERIC := tests/model tests/kernels tests/distributed tests/train tests/evaluation tests/planning/simulation tests/test_family.py
+NUMERIC := tests/model tests/kernels tests/distributed tests/train tests/evaluation tests/planning/test_simulate.py tests/test_family.py
 ROUNDING := tests/model tests/kernels/test_slots.py tests/kernels/fused tests/distributed/dispatch tests/distributed/test_loop_depth.py \
 	tests/distributed/placement tests/train/test_parity.py
 # Ways to compute that a processor may have or lack. What it lacks, its libraries ignore.

@@ -20,7 +20,7 @@ latency of n − 1 hops (ring) or of 2·log2 n hops (tree, all-reduce only). On 
 rank each, that is 12 ms against 0.2 ms.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
@@ -49,22 +49,10 @@ def miss_probability(num_experts: int, block: float, top_k: float) -> float:
     )
 
 
-def distinct_destinations(num_groups: int, *, num_experts: int, top_k: float) -> float:
-    """Returns how many of `num_groups` equal blocks of experts a row reaches on average."""
-    return num_groups * (1 - miss_probability(num_experts, num_experts / num_groups, top_k))
-
-
-@dataclass(frozen=True)
-class RowCopies:
-    """Counts the rows that one token sends to groups of ranks."""
-
-    rows: float  # (row, group) pairs
-    cap: float  # upper bound of a group's share over the mean: no group gets a row twice
-
-
 @lru_cache(maxsize=4096)
-def row_copies(bank: Bank, unit: Unit, num_groups: int) -> RowCopies:
-    """Returns what a token sends when groups of ranks hold contiguous blocks of experts.
+def row_copies(bank: Bank, unit: Unit, num_groups: int) -> tuple[float, float]:
+    """Returns the rows that a token sends when groups of ranks hold contiguous blocks of experts,
+    and an upper bound of a group's share over the mean: no group gets a row twice.
 
     Args:
         bank: the experts.
@@ -72,20 +60,23 @@ def row_copies(bank: Bank, unit: Unit, num_groups: int) -> RowCopies:
         num_groups: groups of ranks that share the experts equally.
     """
     if unit == "route":
-        return RowCopies(bank.routes, float(num_groups))
-    pairs, most = 0.0, 0.0
+        return bank.routes, float(num_groups)
+    pairs, most = 0.0, 1
     for group in range(num_groups):
         missing = [
             miss_probability(bank.num_experts, block, bank.top_k)
             for block in blocks_of_heads(bank, num_groups, group)
             if block > 0
         ]
-        pairs += 1 - prod(missing) if unit == "row" else sum(1 - chance for chance in missing)
-        most = max(most, 1.0 if unit == "row" else float(len(missing)))
+        if unit == "row":
+            pairs += 1 - prod(missing)
+        else:
+            pairs += len(missing) - sum(missing)
+            most = max(most, len(missing))
     if bank.group_limit is not None and unit == "row":
         groups, kept = bank.group_limit
         pairs = min(pairs, kept * ceil(num_groups / groups))
-    return RowCopies(bank.rows * pairs, most * num_groups / pairs)
+    return bank.rows * pairs, most * num_groups / pairs
 
 
 # Exchanges ----------------------------------------------------------------------------------------
@@ -101,11 +92,6 @@ class Traffic:
     slow_peers: int
     held_bytes: float  # including what stays on the rank
     cap: float  # on λ
-
-    @property
-    def num_bytes(self) -> float:
-        """Returns the bytes that leave the rank."""
-        return self.fast_bytes + self.slow_bytes
 
 
 @dataclass(frozen=True)
@@ -133,12 +119,7 @@ def combine_direction(bank: Bank, bytes_per_element: int) -> Direction:
 
 
 def exchange_traffic(
-    direction: Direction,
-    *,
-    tokens: int,
-    ep: int,
-    ranks_per_node: int,
-    dispatcher: str,
+    direction: Direction, *, tokens: int, ep: int, ranks_per_node: int, dispatcher: str
 ) -> Traffic:
     """Returns the mean traffic of one rank under balanced routing.
 
@@ -147,64 +128,54 @@ def exchange_traffic(
         tokens: tokens per rank.
         ep: ranks that share the experts.
         ranks_per_node: ranks joined by fast links.
-        dispatcher: any but allgather, which is a dense collective.
+        dispatcher: how rows are sent.
     """
     local = ranks_sharing_a_node(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
     pattern = entry_of(dispatcher).pattern
-    copies = row_copies(bank, "route" if pattern.row_per_route else unit, ep)
-    held = tokens * direction.tokens_bytes(copies.rows)
-    fast, slow, slow_peers = held * (local - 1) / ep, held * (ep - local) / ep, ep - local
+    rows, cap = row_copies(bank, "route" if pattern.row_per_route else unit, ep)
+    held = tokens * direction.tokens_bytes(rows)
+    if pattern.to_all:
+        held, cap = ep * tokens * direction.tokens_bytes(bank.units(unit)), 1.0
     if pattern.node_first and nodes > 1:
-        reached = tokens * direction.tokens_bytes(row_copies(bank, unit, nodes).rows)
-        fast, slow, slow_peers = (
-            held * (local - 1) / local,
-            reached * (nodes - 1) / nodes,
-            nodes - 1,
-        )
-    return Traffic(
-        fast_bytes=fast,
-        slow_bytes=slow,
-        fast_peers=local - 1,
-        slow_peers=slow_peers,
-        held_bytes=held,
-        cap=copies.cap,
-    )
+        reached = tokens * direction.tokens_bytes(row_copies(bank, unit, nodes)[0])
+        fast, slow = held * (local - 1) / local, reached * (nodes - 1) / nodes
+        return Traffic(fast, slow, local - 1, nodes - 1, held, cap)
+    fast, slow = held * (local - 1) / ep, held * (ep - local) / ep
+    return Traffic(fast, slow, local - 1, ep - local, held, cap)
 
 
 def exchange_s(
-    traffic: Traffic,
-    hardware: Hardware,
-    *,
-    dispatcher: str,
-    skew: float = 1.0,
-    staged: bool = False,
+    traffic: Traffic, hardware: Hardware, *, dispatcher: str, skew: float = 1.0
 ) -> float:
     """Returns the seconds of one direction of an exchange of rows; 0 for a single rank.
+
+    `hierarchical` sends between nodes first, copies, then sends inside nodes; others do both at
+    once.
 
     Args:
         traffic: the mean rank's.
         hardware: the links.
         dispatcher: how rows are sent.
         skew: λ, the hottest rank's factor.
-        staged: `hierarchical` sends between nodes first, copies, then sends inside nodes, as
-            moebius does; otherwise the two overlap, as in DeepEP.
     """
-    if traffic.fast_peers + traffic.slow_peers == 0:
+    peers, pattern = traffic.fast_peers + traffic.slow_peers, entry_of(dispatcher).pattern
+    if peers == 0:
         return 0.0
+    if pattern.to_all:
+        group = strided_group(peers + 1, 1, hardware.ranks_per_node)
+        # One pass gathers and the other scatters: dispatch forward, combine backward.
+        ops = ("all_gather", "reduce_scatter")
+        return sum(collective_s(op, traffic.held_bytes, group, hardware) for op in ops) / 2
     load = min(skew, traffic.cap)
-    node_first = entry_of(dispatcher).pattern.node_first
     fast_s = load * traffic.fast_bytes / hardware.fast
     slow_s = load * traffic.slow_bytes / hardware.slow
     fixed_s = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
-    if node_first:
-        fixed_s += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
-    else:
-        fixed_s += traffic.slow_peers * hardware.slow_post_s
-    if not (node_first and staged):
-        return fixed_s + max(fast_s, slow_s)
+    if not pattern.node_first:
+        return fixed_s + traffic.slow_peers * hardware.slow_post_s + max(fast_s, slow_s)
     copied_bytes = 2 * load * traffic.held_bytes if traffic.slow_peers else 0.0
-    return fixed_s + (fast_s + slow_s) + copied_bytes / hardware.memory_bandwidth
+    fixed_s += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
+    return fixed_s + fast_s + slow_s + copied_bytes / hardware.memory_bandwidth
 
 
 # Dense collectives --------------------------------------------------------------------------------
@@ -217,7 +188,6 @@ class Group:
     size: int
     per_node: int  # ranks on a node, at least
     nodes: int
-    span_nodes: int  # from the first node to the last; decides whether it leaves a pod
 
 
 def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
@@ -228,7 +198,7 @@ def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
     block = size * stride
     per_node = min(size, max(1, ranks_sharing_a_node(block, ranks_per_node) // stride))
     span = ceil(block / ranks_per_node) + (block > ranks_per_node and block % ranks_per_node > 0)
-    return Group(size, per_node, min(ceil(size / per_node), span), span)
+    return Group(size, per_node, min(ceil(size / per_node), span))
 
 
 def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
@@ -239,6 +209,8 @@ def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
 def collective_s(op: str, num_bytes: float, group: Group, hardware: Hardware) -> float:
     """Returns the seconds of one dense collective; 0 for a single rank.
 
+    Between nodes every rank uses its own adapter.
+
     Args:
         op: all_gather, reduce_scatter or all_reduce.
         num_bytes: of the whole tensor on one rank.
@@ -247,40 +219,14 @@ def collective_s(op: str, num_bytes: float, group: Group, hardware: Hardware) ->
     """
     if group.size == 1 or num_bytes == 0:
         return 0.0
+    bandwidth = hardware.fast
+    if group.nodes > 1:
+        bandwidth = min(bandwidth, group.per_node * hardware.slow)
     rounds = 2 if op == "all_reduce" else 1
-    transfer = rounds * num_bytes * (group.size - 1) / group.size / bandwidth_of(group, hardware)
-    latency = rounds * ring_latency_s(group, hardware)
+    fast, slow = hardware.fast_hop_s, hardware.slow_hop_s
+    latency = rounds * ((group.nodes - 1) * slow + (group.size - group.nodes) * fast)
     if op == "all_reduce":
-        latency = min(latency, tree_latency_s(group, hardware))
+        tree = 2 * (log2(group.nodes) * slow + log2(group.size / group.nodes) * fast)
+        latency = min(latency, tree)
+    transfer = rounds * num_bytes * (group.size - 1) / group.size / bandwidth
     return hardware.collective_start_s + latency + transfer
-
-
-def bandwidth_of(group: Group, hardware: Hardware) -> float:
-    """Returns a ring's bytes/s per rank; between nodes every rank uses its own adapter."""
-    if group.nodes == 1:
-        return hardware.fast
-    leaves_pod = group.span_nodes > hardware.pod_nodes
-    slow = hardware.slow / (hardware.oversubscription if leaves_pod else 1)
-    return min(hardware.fast, group.per_node * slow)
-
-
-def ring_latency_s(group: Group, hardware: Hardware) -> float:
-    """Returns a ring's latency: n − 1 hops, one of them slow for every further node."""
-    slow_hops, fast_hops = group.nodes - 1, group.size - group.nodes
-    return slow_hops * hardware.slow_hop_s + fast_hops * hardware.fast_hop_s
-
-
-def tree_latency_s(group: Group, hardware: Hardware) -> float:
-    """Returns a tree's latency, up and down."""
-    inside = max(1.0, group.size / group.nodes)
-    return 2 * (log2(group.nodes) * hardware.slow_hop_s + log2(inside) * hardware.fast_hop_s)
-
-
-def leaving_pod(hardware: Hardware, ep: int) -> Hardware:
-    """Returns the hardware as an exchange of `ep` consecutive ranks sees it.
-
-    If the ranks do not fit into a pod, the links between nodes are oversubscribed.
-    """
-    if ceil(ep / hardware.ranks_per_node) <= hardware.pod_nodes:
-        return hardware
-    return replace(hardware, slow_bandwidth=hardware.slow_bandwidth / hardware.oversubscription)

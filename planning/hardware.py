@@ -7,7 +7,7 @@ single figures (`base = "h200"`, then `slow_bandwidth = 25e9`).
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ class Hardware:
     fast_efficiency: float
     slow_bandwidth: float  # bytes/s, between nodes
     slow_efficiency: float
-    pod_nodes: int  # nodes that the network joins at full bandwidth
-    oversubscription: float  # what the bandwidth between pods is divided by
     fast_hop_s: float  # latency of a step of a dense collective
     slow_hop_s: float
     collective_start_s: float
@@ -51,7 +49,7 @@ class Hardware:
 
     @property
     def slow(self) -> float:
-        """Returns the bytes/s that one rank reaches between nodes of a pod."""
+        """Returns the bytes/s that one rank reaches between nodes."""
         return self.slow_bandwidth * self.slow_efficiency
 
     def peak(self, precision: str) -> float:
@@ -59,12 +57,7 @@ class Hardware:
         return {"bfloat16": self.peak_bf16, "float32": self.peak_fp32}[precision]
 
 
-@dataclass(frozen=True)
-class Sourced:
-    """Holds one figure of a machine and its source."""
-
-    value: float
-    source: str
+Figures = dict[str, tuple[float, str]]  # each with its source
 
 
 def _data_sheet(gpu: str) -> str:
@@ -78,111 +71,106 @@ _NCCL = (
 )
 _OURS = "moebius' assumption, not measured"
 
-_GPU: dict[str, Sourced] = {
-    "ranks_per_node": Sourced(8, "HGX boards join 8 GPUs by NVLink"),
-    "usable_memory": Sourced(0.92, f"CUDA context, NCCL buffers and fragmentation: {_OURS}"),
-    "fast_efficiency": Sourced(
+_GPU: Figures = {
+    "ranks_per_node": (8, "HGX boards join 8 GPUs by NVLink"),
+    "usable_memory": (0.92, f"CUDA context, NCCL buffers and fragmentation: {_OURS}"),
+    "fast_efficiency": (
         0.80,
         "DeepEP's README: 726 of 900 GB/s on NVLink5, 153–158 of 160 GB/s on the H800; the lower, "
         "rounded",
     ),
-    "slow_bandwidth": Sourced(50e9, "NDR InfiniBand, 400 Gb/s, one adapter per GPU"),
-    "slow_efficiency": Sourced(
+    "slow_bandwidth": (50e9, "NDR InfiniBand, 400 Gb/s, one adapter per GPU"),
+    "slow_efficiency": (
         0.90,
         "DeepEP issue 155: RDMA writes of about 47 GB/s on 50 GB/s; issues 155, 336, 493 show "
         "12–25 where misconfigured",
     ),
-    "pod_nodes": Sourced(1_000_000, "a network without oversubscription; set it if yours has pods"),
-    "oversubscription": Sourced(1.0, "as pod_nodes"),
-    "fast_hop_s": Sourced(3.4e-6, f"{_NCCL}: NVLink hop"),
-    "slow_hop_s": Sourced(9.6e-6, f"{_NCCL}: network hop"),
-    "collective_start_s": Sourced(8.4e-6, f"{_NCCL}: base"),
-    "exchange_start_s": Sourced(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
-    "fast_post_s": Sourced(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
-    "slow_post_s": Sourced(1.0e-6, f"posting one RDMA write: {_OURS}"),
-    "launch_s": Sourced(
+    "fast_hop_s": (3.4e-6, f"{_NCCL}: NVLink hop"),
+    "slow_hop_s": (9.6e-6, f"{_NCCL}: network hop"),
+    "collective_start_s": (8.4e-6, f"{_NCCL}: base"),
+    "exchange_start_s": (10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
+    "fast_post_s": (0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
+    "slow_post_s": (1.0e-6, f"posting one RDMA write: {_OURS}"),
+    "launch_s": (
         7.6e-6,
         "per operation of a forward pass, three times per step: 35 ms for a step of MoEUT-244M, "
         "whose fused kernels make 2,035 launches of 17 µs; eager PyTorch takes 5–8 µs, CUDA graphs "
         f"and torch.compile less: {_OURS}",
     ),
-    "host_sync_s": Sourced(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
-    "matmul_efficiency": Sourced(
-        0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"
+    "host_sync_s": (25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
+    "matmul_efficiency": (
+        0.75,
+        f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}",
     ),
-    "matmul_half_rows": Sourced(
+    "matmul_half_rows": (
         128,
         "one tile of a grouped product; a loop over experts, as in the `segments` kernels, is "
         f"slower: {_OURS}",
     ),
-    "memory_passes": Sourced(
+    "memory_passes": (
         6,
         f"forward: read, written; backward: read twice, gradient written and read: {_OURS}",
     ),
-    "gather_overlap": Sourced(0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
-    "straggler": Sourced(
-        0.015, f"1–2 % of a step; the slowest of n ranks is σ·√(2 ln n) late: {_OURS}"
-    ),
+    "gather_overlap": (0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
+    "straggler": (0.015, f"1–2 % of a step; the slowest of n ranks is σ·√(2 ln n) late: {_OURS}"),
 }
 _AMPERE = _GPU | {
-    "peak_bf16": Sourced(312e12, _data_sheet("A100 SXM")),
-    "peak_fp32": Sourced(
-        19.5e12, f"{_data_sheet('A100 SXM')}; without TF32, as in float32 training"
-    ),
-    "memory_bytes": Sourced(80e9, _data_sheet("A100 SXM")),
-    "memory_bandwidth": Sourced(2.039e12, _data_sheet("A100 SXM")),
-    "fast_bandwidth": Sourced(300e9, f"{_data_sheet('A100 SXM')}: NVLink3, 600 GB/s both ways"),
-    "slow_bandwidth": Sourced(25e9, "HDR InfiniBand, 200 Gb/s, one adapter per GPU"),
+    "peak_bf16": (312e12, _data_sheet("A100 SXM")),
+    "peak_fp32": (19.5e12, f"{_data_sheet('A100 SXM')}; without TF32, as in float32 training"),
+    "memory_bytes": (80e9, _data_sheet("A100 SXM")),
+    "memory_bandwidth": (2.039e12, _data_sheet("A100 SXM")),
+    "fast_bandwidth": (300e9, f"{_data_sheet('A100 SXM')}: NVLink3, 600 GB/s both ways"),
+    "slow_bandwidth": (25e9, "HDR InfiniBand, 200 Gb/s, one adapter per GPU"),
 }
 _HOPPER = _GPU | {
-    "peak_bf16": Sourced(989e12, _data_sheet("H100 SXM and H200 SXM")),
-    "peak_fp32": Sourced(
-        67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as in float32 training"
+    "peak_bf16": (989e12, _data_sheet("H100 SXM and H200 SXM")),
+    "peak_fp32": (
+        67e12,
+        f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as in float32 training",
     ),
-    "fast_bandwidth": Sourced(
-        450e9, f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways"
+    "fast_bandwidth": (
+        450e9,
+        f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways",
     ),
 }
 _BLACKWELL = _GPU | {
-    "matmul_efficiency": Sourced(
+    "matmul_efficiency": (
         0.25,
         "fitted to one published run in bfloat16, Qwen3-30B on 8 B200 (torchtitan, pull request 19 of "
         "NousResearch's fork: 14,796 tokens/s per GPU), assuming selective recomputation; two others "
         "are then predicted within 10 %: the same on 128, and DeepSeek-V3 on 256 B200 with DeepEP "
         "(pytorch.org, 2026-03: 859). It describes that software rather than the machine",
     ),
-    "peak_bf16": Sourced(2.25e15, _UNCHECKED),
-    "peak_fp32": Sourced(80e12, _UNCHECKED),
-    "memory_bytes": Sourced(180e9, _UNCHECKED),
-    "memory_bandwidth": Sourced(8.0e12, _UNCHECKED),
-    "fast_bandwidth": Sourced(900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),
+    "peak_bf16": (2.25e15, _UNCHECKED),
+    "peak_fp32": (80e12, _UNCHECKED),
+    "memory_bytes": (180e9, _UNCHECKED),
+    "memory_bandwidth": (8.0e12, _UNCHECKED),
+    "fast_bandwidth": (900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),
 }
-_SOURCED: dict[str, dict[str, Sourced]] = {
+_FIGURES: dict[str, Figures] = {
     "h100": _HOPPER
     | {
-        "memory_bytes": Sourced(80e9, _data_sheet("H100 SXM")),
-        "memory_bandwidth": Sourced(3.35e12, _data_sheet("H100 SXM")),
+        "memory_bytes": (80e9, _data_sheet("H100 SXM")),
+        "memory_bandwidth": (3.35e12, _data_sheet("H100 SXM")),
     },
     "h200": _HOPPER
     | {
-        "memory_bytes": Sourced(141e9, _data_sheet("H200 SXM")),
-        "memory_bandwidth": Sourced(4.8e12, _data_sheet("H200 SXM")),
+        "memory_bytes": (141e9, _data_sheet("H200 SXM")),
+        "memory_bandwidth": (4.8e12, _data_sheet("H200 SXM")),
     },
     "b200": _BLACKWELL,
     "gb200_nvl72": _BLACKWELL
-    | {"ranks_per_node": Sourced(72, f"one NVLink domain per rack: {_UNCHECKED}")},
+    | {"ranks_per_node": (72, f"one NVLink domain per rack: {_UNCHECKED}")},
     "a100": _AMPERE,
 }
 
 
-def _hardware(name: str, figures: Mapping[str, Sourced]) -> Hardware:
-    values: dict[str, Any] = {key: figure.value for key, figure in figures.items()}
-    return Hardware(name, **values, sources={key: figure.source for key, figure in figures.items()})
+def _hardware(name: str, figures: Figures) -> Hardware:
+    values: dict[str, Any] = {key: value for key, (value, _) in figures.items()}
+    return Hardware(name, **values, sources={key: source for key, (_, source) in figures.items()})
 
 
-HARDWARE: dict[str, Hardware] = {
-    name: _hardware(name, figures) for name, figures in _SOURCED.items()
-}
+HARDWARE = {name: _hardware(name, figures) for name, figures in _FIGURES.items()}
 
 
 def find_hardware(name_or_file: str) -> Hardware:
@@ -213,11 +201,10 @@ def find_hardware(name_or_file: str) -> Hardware:
 
 
 def _changed(base: Hardware, values: Mapping[str, Any], path: Path) -> Hardware:
-    known = [entry.name for entry in fields(Hardware) if entry.name not in ("name", "sources")]
     for key, value in values.items():
-        if key not in known:
-            raise ValueError(f"{path}: unknown figure {key}; known: {', '.join(known)}")
-        wanted = int if key in ("ranks_per_node", "pod_nodes") else int | float
+        if key not in base.sources:
+            raise ValueError(f"{path}: unknown figure {key}; known: {', '.join(base.sources)}")
+        wanted = int if key == "ranks_per_node" else int | float
         if isinstance(value, bool) or not isinstance(value, wanted) or value <= 0:
             kind = "a whole number" if wanted is int else "a number"
             raise ValueError(f"{path}: {key} = {value!r} must be {kind} above 0")

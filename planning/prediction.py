@@ -1,6 +1,6 @@
 """Defines the cost model's question (scenario and layout) and its answer (memory, time, calls)."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from .hardware import Hardware
 from .routing_skew import RoutingSkew
@@ -61,7 +61,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Returns the sum of all parts."""
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Returns the sum of all parts."""
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from .communication import (
     dispatch_direction,
     exchange_s,
     exchange_traffic,
-    leaving_pod,
     ranks_sharing_a_node,
     strided_group,
 )
@@ -23,35 +22,25 @@ from .prediction import Collective, LayoutCandidate, Scenario
 from .workload import Bank, Workload
 
 GRADIENT_BYTES = 4
-_TO_ALL_COLLECTIVES = ("all_gather", "reduce_scatter")
 
 
-def row_exchanges(
-    scenario: Scenario, candidate: LayoutCandidate, quantile: str
-) -> Iterator[Collective]:
+def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
     """Yields the row exchanges of each bank; full recomputation repeats dispatch and combine."""
     if candidate.ep == 1:
         return
-    again = 3 if candidate.recompute == "full" else 2
+    work = scenario.workload
+    passes = 3 if candidate.recompute == "full" else 2
     crosses = ranks_sharing_a_node(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
-    for bank, uses in scenario.workload.uses:
-        skew = scenario.skew.factor(bank, candidate.ep)[quantile]
-        for number, direction in enumerate((dispatch_direction, combine_direction)):
-            num_bytes, seconds = exchange_cost(
-                scenario,
-                candidate,
-                bank,
-                direction(bank, scenario.workload.bytes_per_element),
-                skew,
-            )
+    for bank, uses in work.uses:
+        calls = scenario.micro_batches * uses
+        for way, make in (("dispatch", dispatch_direction), ("combine", combine_direction)):
             yield Collective(
-                f"{bank.kind} {('dispatch', 'combine')[number]}",
+                f"{bank.kind} {way}",
                 candidate.dispatcher,
                 candidate.ep,
                 crosses,
-                uses * again,
-                num_bytes,
-                seconds,
+                calls * passes,
+                *_exchange_cost(scenario, candidate, make(bank, work.bytes_per_element)),
             )
         if not knows_counts(bank, candidate):
             yield Collective(
@@ -59,7 +48,7 @@ def row_exchanges(
                 "all_to_all",
                 candidate.ep,
                 crosses,
-                uses,
+                calls,
                 8.0 * bank.total_experts,
                 _counts_s(scenario, candidate),
             )
@@ -75,38 +64,27 @@ def knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
     return bank.balanced or (uses_heads and bank.heads > 1 and bank.heads % candidate.ep == 0)
 
 
-def exchange_cost(
-    scenario: Scenario, candidate: LayoutCandidate, bank: Bank, direction: Direction, skew: float
+def _exchange_cost(
+    scenario: Scenario, candidate: LayoutCandidate, direction: Direction
 ) -> tuple[float, float]:
     """Returns bytes that leave a rank, and seconds, of one direction of an exchange."""
-    hardware = leaving_pod(scenario.hardware, candidate.ep)
-    if entry_of(candidate.dispatcher).pattern.to_all:
-        whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
-        group = strided_group(candidate.ep, 1, hardware.ranks_per_node)
-        # One pass gathers and the other scatters: dispatch forward, combine backward.
-        both = (collective_s(op, whole, group, hardware) for op in _TO_ALL_COLLECTIVES)
-        return whole * (candidate.ep - 1) / candidate.ep, sum(both) / 2
+    hardware, dispatcher = scenario.hardware, candidate.dispatcher
     traffic = exchange_traffic(
         direction,
         tokens=scenario.tokens,
         ep=candidate.ep,
         ranks_per_node=hardware.ranks_per_node,
-        dispatcher=candidate.dispatcher,
+        dispatcher=dispatcher,
     )
-    seconds = exchange_s(
-        traffic,
-        hardware,
-        dispatcher=candidate.dispatcher,
-        skew=skew,
-        staged=True,
-    )
-    return traffic.num_bytes, seconds
+    skew = scenario.skew.factor(direction.bank, candidate.ep)
+    seconds = exchange_s(traffic, hardware, dispatcher=dispatcher, skew=skew)
+    return traffic.fast_bytes + traffic.slow_bytes, seconds
 
 
 def dispatch_launches(dispatcher: str) -> int:
     """Returns the operations that a dispatcher adds to one forward use of a bank.
 
-    Counted on four ranks with Gloo (tests/planning/test_launches.py). On a GPU, kernels that list
+    Counted on four ranks with Gloo (tests/planning/test_cost_model.py). On a GPU, kernels that list
     what to send come on top; on the CPU they are C++ calls.
     """
     pattern = entry_of(dispatcher).pattern
@@ -132,33 +110,23 @@ class WeightUnit:
 
     name: str
     dense: float
-    experts: float  # of one rank, before sharding
+    experts: float  # of the fullest rank, before sharding
     times: int  # units like this in the model
-    gathers: int  # per step, forward and backward together
+    gathers: int  # per micro-batch, forward and backward together
 
 
 def weight_units(work: Workload, ep: int) -> list[WeightUnit]:
-    """Returns the embedding with the head, and every layer of the group."""
-    layers = [
-        WeightUnit(
-            "layer",
-            member.dense_parameters,
-            member.expert_parameters / ep,
-            member.copies,
-            gathers_per_pass(work),
-        )
-        for member in work.members
-    ]
-    return [WeightUnit("embedding", work.root_parameters, 0.0, 1, 1), *layers]
-
-
-def gathers_per_pass(work: Workload) -> int:
-    """Returns how often a step gathers a layer.
+    """Returns the embedding with the head, and every layer of the group.
 
     Layers that repeat stay gathered until their last use in the backward pass; others are freed
     after the forward pass.
     """
-    return 1 if work.repeats > 1 else 2
+    gathers = 1 if work.repeats > 1 else 2
+    units = [WeightUnit("embedding", work.root_parameters, 0.0, 1, 1)]
+    for member in work.members:
+        experts = member.expert_parameters(ep)
+        units.append(WeightUnit("layer", member.dense_parameters, experts, member.copies, gathers))
+    return units
 
 
 def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
@@ -168,36 +136,23 @@ def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[C
     """
     if candidate.sharding != "fsdp":
         return
-    work, hardware = scenario.workload, scenario.hardware
-    shards = {
-        "dense": strided_group(candidate.dp_shard, 1, hardware.ranks_per_node),
-        "experts": strided_group(candidate.efsdp, candidate.ep, hardware.ranks_per_node),
-    }
-    replicas = strided_group(candidate.dp_replicate, candidate.dp_shard, hardware.ranks_per_node)
+    work, per_node = scenario.workload, scenario.hardware.ranks_per_node
+    replicas = strided_group(candidate.dp_replicate, candidate.dp_shard, per_node)
     for unit in weight_units(work, candidate.ep):
-        for kind, group in shards.items():
-            weights = getattr(unit, kind)
-            if weights == 0:
-                continue
-            name = f"{unit.name}, {kind}"
-            yield from _call(
-                scenario,
-                f"gather {name}",
-                "all_gather",
-                unit.gathers * unit.times,
-                weights * work.bytes_per_element,
-                group,
-            )
-            yield from _call(
-                scenario,
-                f"scatter {name}",
-                "reduce_scatter",
-                unit.times,
-                weights * GRADIENT_BYTES,
-                group,
-            )
-            shard = weights * GRADIENT_BYTES / group.size
-            yield from _call(scenario, f"sum {name}", "all_reduce", unit.times, shard, replicas)
+        for kind, weights, shards in (
+            ("dense", unit.dense, strided_group(candidate.dp_shard, 1, per_node)),
+            ("experts", unit.experts, strided_group(candidate.efsdp, candidate.ep, per_node)),
+        ):
+            gradients = weights * GRADIENT_BYTES
+            for act, op, calls, num_bytes, group in (
+                ("gather", "all_gather", unit.gathers, weights * work.bytes_per_element, shards),
+                ("scatter", "reduce_scatter", 1, gradients, shards),
+                ("sum", "all_reduce", 1, gradients / shards.size, replicas),
+            ):
+                name, calls = f"{act} {unit.name}, {kind}", calls * unit.times
+                yield from _dense_call(
+                    scenario, name, op, scenario.micro_batches * calls, num_bytes, group
+                )
 
 
 def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
@@ -208,23 +163,16 @@ def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Co
     if candidate.sharding == "fsdp":
         return
     work, per_node = scenario.workload, scenario.hardware.ranks_per_node
-    world, same = (
-        strided_group(candidate.world_size, 1, per_node),
-        strided_group(candidate.world_size // candidate.ep, candidate.ep, per_node),
-    )
-    yield from _call(
-        scenario,
-        "sum dense gradients",
-        "all_reduce",
-        1,
-        work.dense_parameters * GRADIENT_BYTES,
-        world,
-    )
-    experts = work.expert_parameters / candidate.ep * GRADIENT_BYTES
-    yield from _call(scenario, "sum expert gradients", "all_reduce", 1, experts, same)
+    world, ep = candidate.world_size, candidate.ep
+    for kind, weights, group in (
+        ("dense", work.dense_parameters, strided_group(world, 1, per_node)),
+        ("expert", work.expert_parameters(ep), strided_group(world // ep, ep, per_node)),
+    ):
+        num_bytes = weights * GRADIENT_BYTES
+        yield from _dense_call(scenario, f"sum {kind} gradients", "all_reduce", 1, num_bytes, group)
 
 
-def _call(
+def _dense_call(
     scenario: Scenario, name: str, op: str, calls: float, num_bytes: float, group: Group
 ) -> Iterator[Collective]:
     if group.size == 1 or num_bytes == 0:

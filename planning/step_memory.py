@@ -6,12 +6,10 @@ A weight takes 4 bytes for its float32 master, 8 for Adam's moments and 4 for it
 gradients have a second copy in the buckets that are summed.
 """
 
-from collections.abc import Callable
-
-from ..distributed.dispatch.table import entry_of
 from ..model.head_loss import rows_of_chunk
 from .communication import Direction, combine_direction, dispatch_direction, exchange_traffic
 from .prediction import LayoutCandidate, Memory, Scenario
+from .routing_skew import FULL
 from .step_collectives import GRADIENT_BYTES, weight_units
 from .workload import Bank, Workload, kept_by_bank
 
@@ -40,9 +38,10 @@ def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
 
 def weights_held(work: Workload, candidate: LayoutCandidate) -> float:
     """Returns how many weights a rank keeps master and moments of."""
+    dense, experts = work.dense_parameters, work.expert_parameters(candidate.ep)
     if candidate.sharding == "fsdp":
-        return (work.dense_parameters + work.expert_parameters) / candidate.dp_shard
-    return work.dense_parameters + work.expert_parameters / candidate.ep
+        return dense / candidate.dp_shard + experts / candidate.efsdp
+    return dense + experts
 
 
 def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, float]:
@@ -73,29 +72,40 @@ def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, 
 def _activations(scenario: Scenario, candidate: LayoutCandidate) -> tuple[float, float]:
     """Returns the bytes kept for the backward pass, outside of experts and of routed rows."""
     work, tokens = scenario.workload, scenario.tokens
-    dense, routed = (
-        work.saved_bytes,
-        sum(uses * _routed_bytes(scenario, candidate, bank) for bank, uses in work.uses),
-    )
-    buffers = max((_buffer_bytes(scenario, candidate, bank) for bank, _ in work.uses), default=0.0)
+    rows = [(uses, *_bytes_of_rows(scenario, candidate, bank)) for bank, uses in work.uses]
+    routed = sum(uses * at_work for uses, at_work, _, _ in rows)
+    buffers = max((buffer for *_, buffer in rows), default=0.0)
     if candidate.recompute == "none":
-        return tokens * dense, tokens * (routed + buffers)
+        return tokens * work.saved_bytes, tokens * (routed + buffers)
     kept = work.num_layers * 4 * work.d_model  # the float32 residual stream before every depth step
-    kept_routed = sum(uses * _kept_bytes(scenario, candidate, bank) for bank, uses in work.uses)
+    kept_rows = sum(uses * waiting for uses, _, waiting, _ in rows)
     one = 1 / work.num_layers  # the depth step that is being recomputed
-    return tokens * (kept + one * dense), tokens * (kept_routed + one * routed + buffers)
+    return tokens * (kept + one * work.saved_bytes), tokens * (kept_rows + one * routed + buffers)
 
 
-def _received(
-    scenario: Scenario,
-    candidate: LayoutCandidate,
-    bank: Bank,
-    way: Callable[[Bank, int], Direction],
-) -> float:
+def _bytes_of_rows(
+    scenario: Scenario, candidate: LayoutCandidate, bank: Bank
+) -> tuple[float, float, float]:
+    """Returns the bytes per token of one use at work, of one that waits to be recomputed, and of
+    the buffers of an exchange, on the hottest rank.
+
+    At work, a rank keeps hidden rows and indices of what it serves, and received rows. Full
+    recomputation keeps decisions; selective also keeps received rows and the sums of outputs.
+    """
+    size, ep = scenario.workload.bytes_per_element, candidate.ep
+    served = scenario.skew.factor(bank, ep, FULL) * kept_by_bank(bank, size)
+    decisions = 8 * bank.routes  # the expert
+    if ep == 1:
+        return served, decisions, 0.0
+    received = _received(scenario, candidate, dispatch_direction(bank, size))
+    answers = _received(scenario, candidate, combine_direction(bank, size))
+    outputs = bank.units(bank.target) * bank.d_out * size
+    kept = decisions if candidate.recompute == "full" else decisions + outputs + received
+    return served + received, kept, received + 2 * answers
+
+
+def _received(scenario: Scenario, candidate: LayoutCandidate, direction: Direction) -> float:
     """Returns the bytes per token of rows that the hottest rank receives."""
-    direction = way(bank, scenario.workload.bytes_per_element)
-    if entry_of(candidate.dispatcher).pattern.to_all:
-        return candidate.ep * direction.tokens_bytes(bank.units(direction.unit))
     traffic = exchange_traffic(
         direction,
         tokens=1,
@@ -103,35 +113,5 @@ def _received(
         ranks_per_node=scenario.hardware.ranks_per_node,
         dispatcher=candidate.dispatcher,
     )
-    return min(scenario.skew.factor(bank, candidate.ep)["p99"], traffic.cap) * traffic.held_bytes
-
-
-def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Returns the bytes per token of hidden rows and indices that a rank serves, and of received
-    rows.
-    """
-    hottest = scenario.skew.factor(bank, candidate.ep)["p99"]
-    kept = hottest * kept_by_bank(bank, scenario.workload.bytes_per_element)
-    return kept + (
-        _received(scenario, candidate, bank, dispatch_direction) if candidate.ep > 1 else 0.0
-    )
-
-
-def _kept_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Returns the bytes per token that recomputation keeps: decisions.
-
-    Selective recomputation also keeps received rows and the sums of outputs.
-    """
-    decisions = 8 * bank.routes  # the expert
-    if candidate.recompute == "full" or candidate.ep == 1:
-        return decisions
-    outputs = bank.units(bank.target) * bank.d_out * scenario.workload.bytes_per_element
-    return decisions + outputs + _received(scenario, candidate, bank, dispatch_direction)
-
-
-def _buffer_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    if candidate.ep == 1:
-        return 0.0
-    return _received(scenario, candidate, bank, dispatch_direction) + 2 * _received(
-        scenario, candidate, bank, combine_direction
-    )
+    skew = scenario.skew.factor(direction.bank, candidate.ep, FULL)
+    return min(skew, traffic.cap) * traffic.held_bytes

@@ -8,9 +8,7 @@ takes about 0.02 s per depth step.
 Legend: R repeats of a layer group, H heads, E experts (of one head), K chosen.
 """
 
-import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
@@ -24,7 +22,7 @@ from ..model.block import Layer
 from ..model.config.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
 from ..model.config.feed_forward_config import ExpertsConfig
 from ..model.config.model_config import ModelConfig
-from ..model.cost import forward_flops
+from ..model.cost import count_parameters, forward_flops
 from ..model.execution.precision import forward_in
 from ..model.experts import ExpertLinears
 from ..model.moe import SparseFeedForward, SparseLayer
@@ -68,10 +66,9 @@ class Bank:
         """Returns the experts of all heads."""
         return self.heads * self.num_experts
 
-    @property
-    def parameters(self) -> float:
-        """Returns the weights of all experts."""
-        return self.total_experts * self.weights_per_expert
+    def fullest(self, num_ranks: int) -> int:
+        """Returns the experts of the first rank, which holds one more if they do not divide."""
+        return -(-self.total_experts // num_ranks)
 
     @property
     def routes(self) -> float:
@@ -97,10 +94,9 @@ class Member:
     copies: int = 1  # layers of the group that are like this one
     repeats: int = 1  # applications of each of them in a pass
 
-    @property
-    def expert_parameters(self) -> float:
-        """Returns the weights of all its banks."""
-        return sum(bank.parameters for bank in self.banks)
+    def expert_parameters(self, ep: int = 1) -> float:
+        """Returns the weights of its banks on the fullest of `ep` ranks."""
+        return sum(bank.fullest(ep) * bank.weights_per_expert for bank in self.banks)
 
 
 @dataclass(frozen=True)
@@ -152,64 +148,40 @@ class Workload:
             member.copies * member.dense_parameters for member in self.members
         )
 
-    @cached_property
-    def expert_parameters(self) -> float:
-        """Returns the weights of all banks."""
-        return sum(member.copies * member.expert_parameters for member in self.members)
-
-    def with_experts(self, num_experts: Mapping[Bank, int]) -> "Workload":
-        """Returns the same model with other numbers of experts per head."""
-        members = [
-            replace(
-                member,
-                banks=tuple(
-                    replace(bank, num_experts=num_experts.get(bank, bank.num_experts))
-                    for bank in member.banks
-                ),
-            )
-            for member in self.members
-        ]
-        return replace(self, members=tuple(members))
+    def expert_parameters(self, ep: int = 1) -> float:
+        """Returns the weights of all banks on the fullest of `ep` ranks."""
+        return sum(member.copies * member.expert_parameters(ep) for member in self.members)
 
 
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") -> Workload:
     """Returns the workload of a model in sequences of `seq_len` tokens."""
-    learned = config.attention.max_positions
-    longer = config
-    if learned is not None:
-        positions = max(learned, 3 * seq_len)
-        longer = config.changed({"attention.positions.max_positions": positions})
     with torch.device("meta"):
-        model = Transformer(longer, backend="segments")
+        model = Transformer(_without_limit(config, 3 * seq_len), backend="segments")
     layers = [cast(Layer, layer) for layer in model.group]
     repeats = Counter(step.member for step in config.schedule)
     alike = Counter(
         _member(config, layer, seq_len, repeats[member]) for member, layer in enumerate(layers)
     )
     members = tuple(replace(member, copies=copies) for member, copies in alike.items())
-    unused_positions = ((longer.attention.max_positions or 0) - (learned or 0)) * config.d_model
-    root = _numel(model) - sum(map(_numel, layers)) - unused_positions
-    plain = Workload(
-        members,
-        root,
-        0.0,
-        0.0,
-        config.d_model,
-        config.vocab_size,
-        precision,
-    )
-    experts_flops = sum(uses * bank.flops for bank, uses in plain.uses)
-    experts_bytes = sum(
-        uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses
-    )
-    saved_bytes, launches = _count(model, longer, seq_len, precision)
+    root = count_parameters(config, seq_len).total - sum(map(_numel, layers))
+    plain = Workload(members, root, 0.0, 0.0, config.d_model, config.vocab_size, precision)
+    kept = sum(uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses)
+    saved_bytes, launches = _count(model, config.group_sequences, seq_len, precision)
     return replace(
         plain,
-        dense_flops=forward_flops(config, seq_len).forward - experts_flops,
-        saved_bytes=saved_bytes - experts_bytes,
+        dense_flops=forward_flops(config, seq_len).forward - plain.forward_flops,
+        saved_bytes=saved_bytes - kept,
         launches=launches,
     )
+
+
+def _without_limit(config: ModelConfig, length: int) -> ModelConfig:
+    """Returns the model with enough learned positions, if it learns them."""
+    learned = config.attention.max_positions
+    if learned is None:
+        return config
+    return config.changed({"attention.positions.max_positions": max(learned, length)})
 
 
 def blocks_of_heads(bank: Bank, num_groups: int, group: int) -> list[float]:
@@ -229,17 +201,18 @@ def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
 
 
 def _count(
-    model: Transformer, config: ModelConfig, seq_len: int, precision: str
+    model: Transformer, num_sequences: int, seq_len: int, precision: str
 ) -> tuple[float, int]:
     """Returns the bytes that autograd keeps per additional token, and the operations of a pass.
 
     The bytes are extrapolated from sequences once, twice and three times as long.
     """
+    shape = (num_sequences, seq_len)
     with _Launches() as launches:
-        first = _saved(model, config, seq_len, precision)
-    second, third = (_saved(model, config, factor * seq_len, precision) for factor in (2, 3))
+        first = _saved(model, shape, precision)
+    second, third = (_saved(model, (num_sequences, n * seq_len), precision) for n in (2, 3))
     quadratic = (third - 2 * second + first) / 2
-    return (second - first - 3 * quadratic) / seq_len / config.group_sequences, launches.count
+    return (second - first - 3 * quadratic) / seq_len / num_sequences, launches.count
 
 
 class _Launches(TorchDispatchMode):
@@ -257,7 +230,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
+def _saved(model: Transformer, shape: tuple[int, int], precision: str) -> float:
     """Returns the bytes of all storages that a forward pass keeps, without parameters."""
     # Holding the storages keeps torch from reusing their numbers.
     kept: dict[int, torch.UntypedStorage] = {}
@@ -268,20 +241,18 @@ def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str
         return tensor
 
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    with (
-        torch.device("meta"),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        forward_in(
-            model,
-            getattr(torch, precision),
-            torch.zeros(config.group_sequences, seq_len, dtype=torch.int64),
-        )
+    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.device("meta"), keeping:
+        forward_in(model, getattr(torch, precision), torch.zeros(shape, dtype=torch.int64))
     return sum(storage.nbytes() for number, storage in kept.items() if number not in parameters)
 
 
 def _member(config: ModelConfig, layer: Layer, seq_len: int, repeats: int) -> Member:
-    banks = tuple(_attention_banks(config, layer))
+    banks = tuple(
+        _linear_bank(config.attention, name, cast(ExpertLinears, module.experts))
+        for name, module in layer.attention.named_children()
+        if isinstance(module, SparseLayer)
+    )
     if isinstance(layer.feed_forward, SparseFeedForward):
         assert config.experts is not None
         d_row = config.d_model // config.experts.sub_tokens
@@ -312,15 +283,6 @@ def _feed_forward_bank(
     )
 
 
-def _attention_banks(config: ModelConfig, layer: Layer) -> list[Bank]:
-    banks = {
-        name: _linear_bank(config.attention, name, cast(ExpertLinears, module.experts))
-        for name, module in layer.attention.named_children()
-        if isinstance(module, SparseLayer)
-    }
-    return list(banks.values())
-
-
 def _linear_bank(config: AttentionConfig, name: str, experts: ExpertLinears) -> Bank:
     assert isinstance(config, SwitchHeadConfig | MoMHAConfig)
     _, d_in, d_out = experts.weight.shape
@@ -343,25 +305,3 @@ def _linear_bank(config: AttentionConfig, name: str, experts: ExpertLinears) -> 
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def rounded(
-    workload: Workload, ep: int, *, limit: float = 1.25
-) -> tuple[Workload, dict[str, int]] | None:
-    """Returns the model with experts rounded up so that `ep` ranks share them equally, and the
-    changes.
-
-    Changes map the kind of a bank to its new number of experts per head. None if a bank has fewer
-    experts than ranks or would grow beyond `limit`.
-    """
-    new: dict[Bank, int] = {}
-    for bank, _ in workload.uses:
-        step = ep // math.gcd(ep, bank.heads)
-        count = -(-bank.num_experts // step) * step
-        if bank.total_experts < ep or count > limit * bank.num_experts:
-            return None
-        if count != bank.num_experts:
-            new[bank] = count
-    return (workload.with_experts(new) if new else workload), {
-        bank.kind: count for bank, count in new.items()
-    }

@@ -11,7 +11,6 @@ from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 if TYPE_CHECKING:
     from ...planning.hardware import Hardware
     from ...planning.prediction import Scenario
-    from ...planning.routing_skew import RoutingSkew
     from ...train.config.run_config import Config
 
 
@@ -64,8 +63,9 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--skew",
-        metavar="RUN|ALPHA|balanced",
-        help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
+        type=Path,
+        metavar="RUN",
+        help="a run, for the loads of its experts; default: every expert has equally many rows",
     )
 
 
@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...planning.hardware import find_hardware
-    from ...planning.plan_report import make_report, plans_as_json, render_plans
+    from ...planning.plan_report import plan_report, render_plans
     from ...planning.planner import Constraints
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
@@ -99,11 +99,11 @@ def _plan(options: argparse.Namespace) -> int:
     config = resolve(options.name, options.overrides, RECIPES)
     wanted = Constraints(options.ep, options.sharding, options.dispatcher, options.recompute)
     with Console(stderr=True).status("planning"):
-        report = make_report(_scenario(config, machine, options), nodes, wanted)
+        report = plan_report(_scenario(config, machine, options), nodes, wanted)
     if options.json:
-        print(json.dumps(plans_as_json(report), indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        top = 10 if len(report.sizes) == 1 else 2
+        top = 10 if len(report["plans"]) == 1 else 2
         Console().print(render_plans(report, top=top))
     return 0
 
@@ -115,6 +115,7 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
         ValueError: the planner does not model the configuration, or an option is out of range.
     """
     from ...planning.prediction import Scenario
+    from ...planning.routing_skew import RoutingSkew, recorded_skew
     from ...planning.workload import describe
 
     if config.mesh.replicas:
@@ -137,21 +138,6 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
             "least 1"
         )
     workload = describe(config.model, seq_len=config.data.seq_len, precision=precision)
-    skew = _routing_skew(options.skew)
+    skew = recorded_skew(options.skew) if options.skew else RoutingSkew()
     skew.check([bank for bank, _ in workload.uses])
     return Scenario(workload, machine, tokens, skew, options.micro_batches)
-
-
-def _routing_skew(text: str | None) -> "RoutingSkew":
-    """Returns the routing skew that --skew names."""
-    from ...planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
-
-    if text is None:
-        return dirichlet_skew(CONCENTRATION)
-    if text == "balanced":
-        return RoutingSkew()
-    try:
-        concentration = float(text)
-    except ValueError:
-        return recorded_skew(Path(text))
-    return dirichlet_skew(concentration)

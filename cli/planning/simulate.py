@@ -44,13 +44,7 @@ def add_commands(commands: Commands) -> None:
 def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the simulated ranks and their dispatchers."""
     parser.add_argument(
-        "--ep", type=int, metavar="N", help="ranks per copy of the experts; default: mesh.ep, or 8"
-    )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="ranks in all, at most 256; default: the mesh's, or one ep group",
+        "--ep", type=int, metavar="N", help="ranks, at most 256; default: mesh.ep, or 8"
     )
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="default: 8, or all if 8 does not divide"
@@ -60,49 +54,49 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         choices=NamesOrOwn([LOCAL, *by_collectives()]),
-        default=[None],
         help=f"one, or several to compare: {', '.join(by_collectives())}; default: the mesh's",
     )
 
 
 def _simulate(options: argparse.Namespace) -> int:
     """Runs `moebius simulate`; returns 1 if the simulation found a violation."""
-    import traceback
-
-    from ...planning.simulation.dispatch import unexpected_cause
-    from ...planning.simulation.threads import RankFailed
-
-    try:
-        return _simulate_values(options)
-    except RankFailed as error:  # before there was a report
-        if (cause := unexpected_cause(error)) is not None:
-            traceback.print_exception(cause)
-        print_message("error", " ".join(str(error).split()))
-        return 1
-
-
-def _simulate_values(options: argparse.Namespace) -> int:
-    """Simulates and prints the report; returns the exit code."""
     from rich.console import Console
 
-    from ...planning.simulation.calls import simulate_all
-    from ...planning.simulation.ranks import RequestedRanks
-    from ...planning.simulation.traffic_report import (
-        SimulationReport,
-        render_simulation,
-        simulation_as_json,
-    )
+    from ...planning.simulation.calls import ranks_of, simulate_all
+    from ...planning.simulation.threads import RankFailed
+    from ...planning.simulation.traffic_report import render_simulation, traffic_report
 
-    asked = RequestedRanks(options.ep, options.world_size, options.ranks_per_node)
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps} must be at least 1")
     source = _source(options)
-    with Console(stderr=True).status("simulating"):
-        simulations = simulate_all(source, asked, options.dispatcher)
-    report = SimulationReport(source.title, source.tokens, simulations)
+    ep, per_node = ranks_of(source.config, options.ep, options.ranks_per_node)
+    dispatchers = options.dispatcher or [source.config.mesh.dispatcher]
+    try:
+        with Console(stderr=True).status("simulating"):
+            simulations = simulate_all(source, ep, per_node, dispatchers)
+    except RankFailed as error:
+        if not _says_enough(error.__cause__):
+            raise
+        print_message("error", str(error))
+        return 1
+    report = traffic_report(source, simulations)
     if options.json:
-        print(json.dumps(simulation_as_json(report), indent=2))
+        print(json.dumps(report, indent=2))
     else:
         Console().print(render_simulation(report))
-    return 1 if report.violations else 0
+    return 1 if report["violations"] else 0
+
+
+def _says_enough(cause: BaseException | None) -> bool:
+    """Returns whether the message of what ended a simulated rank helps without its traceback.
+
+    It does if ranks disagree about an exchange, wait in vain (no cause) or run out of memory.
+    """
+    from ...distributed.dispatch.exchange import ExchangeMismatch
+
+    # torch has no exception class for its allocator's errors.
+    known = cause is None or isinstance(cause, (ExchangeMismatch, MemoryError))
+    return known or "DefaultCPUAllocator" in str(cause)
 
 
 def _source(options: argparse.Namespace) -> "CallSource":

@@ -5,20 +5,20 @@ whole model on one rank; the simulated ranks must send what every sparse layer r
 reproduce its outputs.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...data_pipeline.read.rows import SplitReader
 from ...distributed.checkpoint.format import find_checkpoint, read_meta
 from ...distributed.dispatch.expert_map import ExpertMap
-from ...model.execution.precision import cast_weights, forward_in
+from ...distributed.layout import Layout, check_experts
+from ...model.execution.precision import forward_in
 from ...model.initialise import initialise
 from ...model.loops.steps import PassOptions
 from ...model.transformer import Transformer
@@ -26,13 +26,41 @@ from ...train.config.run_config import Config
 from ...train.micro_batches import draws_of
 from ...train.record.route_tap import RoutedCall, sparse_layers, tap
 from ...train.state import seed_micro_batch
-from .dispatch import Cluster, ExpertsOfLayer, Simulation, simulate
-from .ranks import RequestedRanks, at_least_one, experts_of, make_cluster
+from .dispatch import Cluster, SimulatedCall, simulate
 from .threads import MOST_THREADS
 
 MOST_TOKENS = 2**24  # per rank and step, so that rows of 256 heads fit into an address
+DEFAULT_RANKS = 8  # of an EP group, and of a node
 
-Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
+
+def ranks_of(config: Config, ep: int | None, ranks_per_node: int | None) -> tuple[int, int]:
+    """Returns the ranks of the simulated EP group, and how many share a node: as asked, otherwise
+    as `mesh` says, otherwise 8.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts, or there are too many
+            ranks.
+    """
+    if config.train.precision == "bfloat16_only":
+        raise ValueError(
+            'train.precision="bfloat16_only" cannot be simulated, because the simulator keeps weights '
+            'in float32; use train.precision="bfloat16", whose exchanges are the same'
+        )
+    experts = config.model.expert_counts()
+    if not experts:
+        raise ValueError("the model has no experts, so there is nothing to route")
+    if ep is None:
+        ep = config.mesh.ep if config.mesh.ep > 1 else DEFAULT_RANKS
+    if not 1 <= ep <= MOST_THREADS:
+        raise ValueError(
+            f"--ep {ep}: 1 to {MOST_THREADS} ranks can be simulated; use `moebius plan` for more"
+        )
+    check_experts(Layout(1, ep), experts)
+    if ranks_per_node is None:
+        ranks_per_node = ep if ep % DEFAULT_RANKS else DEFAULT_RANKS
+    if ranks_per_node < 1 or ep % ranks_per_node:
+        raise ValueError(f"--ranks-per-node {ranks_per_node} must divide the {ep} ranks")
+    return ep, ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -40,9 +68,6 @@ class CallSource:
     """Routes tokens through a model, the same calls for any number of ranks.
 
     A trained model routes its validation text, a fresh one random tokens.
-
-    Raises:
-        ValueError: the model has no experts, or the router needs more tokens.
     """
 
     title: str
@@ -52,15 +77,30 @@ class CallSource:
     steps: int
     expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)  # a trained run's, by layer
 
-    def __post_init__(self) -> None:
-        at_least_one(steps=self.steps, tokens_per_rank=self.tokens_per_rank)
-        experts_of(self.config.model)
-        batch_shape(self.config, self.tokens_per_rank)
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Returns (B, S) of a micro-batch: whole groups of sequences, as long as possible.
+
+        Raises:
+            ValueError: there are too few tokens for the router, or too many to number.
+        """
+        tokens, group = self.tokens_per_rank, self.config.model.group_sequences
+        if not 1 <= tokens <= MOST_TOKENS:
+            raise ValueError(f"--tokens-per-rank {tokens}: must be 1 to {MOST_TOKENS:,}")
+        if tokens < group:
+            raise ValueError(
+                f"--tokens-per-rank {tokens}: the router needs groups of {group} sequences"
+            )
+        length = min(self.config.data.seq_len, tokens // group)
+        experts = self.config.model.experts
+        if experts is not None:
+            experts.router.check_length(length * experts.sub_tokens)
+        return group * (tokens // (group * length)), length
 
     @property
     def tokens(self) -> str:
         """Returns the number and source of the tokens as text."""
-        batch, length = batch_shape(self.config, self.tokens_per_rank)
+        batch, length = self.shape
         origin = "of the validation text" if self.trained else "at random"
         count = "1 step" if self.steps == 1 else f"{self.steps} steps"
         precision = self.config.train.precision
@@ -75,21 +115,19 @@ class CallSource:
         initialise(model, self.config.train.seed)
         return model
 
-    def calls(self, num_ranks: int) -> Iterator[list[RoutedCall]]:
-        """Returns the model's routes call by call, with one entry per rank.
+    def calls(self, step: int, num_ranks: int) -> list[list[RoutedCall]]:
+        """Returns the model's routes in one step call by call, with one entry per rank.
 
         Raises:
             ValueError: the validation text cannot be read.
         """
-        make = text_tokens if self.trained else random_tokens
-        shape = batch_shape(self.config, self.tokens_per_rank)
-        return self._routed(make(self.config, *shape, num_ranks=num_ranks), num_ranks)
-
-    def _routed(self, tokens: Tokens, num_ranks: int) -> Iterator[list[RoutedCall]]:
         self.model.train()
-        for step in range(1, self.steps + 1):
-            recorded = [self._record(tokens(step, rank), step, rank) for rank in range(num_ranks)]
-            yield from map(list, zip(*recorded, strict=True))
+        recorded = []
+        for rank in range(num_ranks):
+            number = (step - 1) * num_ranks + rank
+            tokens_BS = self._text(number) if self.trained else self.random_tokens(step, rank)
+            recorded.append(self._record(tokens_BS, step, rank))
+        return [list(call) for call in zip(*recorded, strict=True)]
 
     @torch.no_grad()
     def _record(self, tokens_BS: Tensor, step: int, rank: int) -> list[RoutedCall]:
@@ -108,108 +146,59 @@ class CallSource:
             forward_in(self.model, getattr(torch, train.precision), tokens_BS, options=options)
         return calls
 
+    def random_tokens(self, step: int, rank: int) -> Tensor:
+        """Draws a rank's tokens, whatever the number of ranks."""
+        seed = self.config.train.seed % 2**31
+        generator = torch.Generator().manual_seed((seed * 2**20 + step) * MOST_THREADS + rank)
+        return torch.randint(self.config.model.vocab_size, self.shape, generator=generator)
+
+    def _text(self, number: int) -> Tensor:
+        """Reads the validation rows of a micro-batch; they repeat without end."""
+        (batch, _), reader = self.shape, self._reader
+        rows = reader.read((number * batch + np.arange(batch)) % reader.num_rows)
+        return torch.from_numpy(rows.tokens[:, :-1])
+
+    @cached_property
+    def _reader(self) -> SplitReader:
+        directory, length = self.config.data.directory, self.shape[1]
+        reader = SplitReader(directory, "validation", seq_len=length)
+        if reader.num_rows < 1:
+            raise ValueError(
+                f"{directory}: its validation split is shorter than one row of {length} tokens"
+            )
+        return reader
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Holds all calls with one dispatcher."""
+
+    cluster: Cluster
+    calls: list[SimulatedCall]
+
 
 def simulate_all(
-    source: CallSource, asked: RequestedRanks, dispatchers: Sequence[str | None]
-) -> tuple[Simulation, ...]:
+    source: CallSource, ep: int, ranks_per_node: int, dispatchers: Sequence[str]
+) -> list[Simulation]:
     """Simulates the same calls with every dispatcher.
 
     Raises:
-        ValueError: the request cannot be met.
+        ValueError: the source or a dispatcher does not fit.
         RankFailed: an exchange failed.
     """
-    clusters = [_place(make_cluster(source.config, asked, each), source) for each in dispatchers]
-    experts = experts_of_model(source.model, source.config.train.precision)
-    return tuple(
-        simulate(source.calls(cluster.layout.world_size), experts, cluster) for cluster in clusters
-    )
-
-
-def _place(cluster: Cluster, source: CallSource) -> Cluster:
-    """Places the experts as the run did, if its EP groups have the same size."""
-    maps = source.expert_maps
-    if any(len(found.slots_P) != cluster.layout.ep for found in maps.values()):
-        return cluster
-    return replace(cluster, expert_maps=maps)
+    # A run's experts lie where it moved them, if its EP groups have this size.
+    fits = all(len(moved.slots_P) == ep for moved in source.expert_maps.values())
+    maps = source.expert_maps if fits else {}
+    found = [Simulation(Cluster(ep, name, ranks_per_node, maps), []) for name in dispatchers]
+    layers = dict(sparse_layers(source.model))
+    for step in range(1, source.steps + 1):
+        calls = source.calls(step, ep)
+        for each in found:
+            each.calls.extend(simulate(calls, lambda name: layers[name].experts, each.cluster))
+    return found
 
 
 def expert_maps_of(run_dir: Path, step: int) -> dict[str, ExpertMap]:
     """Returns a run's expert maps at a checkpoint, by layer; empty if no expert ever moved."""
     meta = read_meta(find_checkpoint(run_dir, step)).meta
     return {name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta["experts"].items()}
-
-
-def random_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
-    """Returns tokens uniform over the vocabulary; a rank's do not depend on the number of ranks."""
-    assert num_ranks <= MOST_THREADS, "more ranks would reuse the seeds of other steps"
-    seed = config.train.seed % 2**31
-
-    def make(step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed((seed * 2**20 + step) * MOST_THREADS + rank)
-        return torch.randint(config.model.vocab_size, (batch, length), generator=generator)
-
-    return make
-
-
-def text_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
-    """Returns the validation rows of a run's data, repeated without end.
-
-    Raises:
-        ValueError: the data cannot be read.
-    """
-    reader = SplitReader(config.data.directory, "validation", seq_len=length)
-    if reader.num_rows < 1:
-        raise ValueError(
-            f"{config.data.directory}: its validation split is shorter than one row of {length} tokens"
-        )
-
-    def make(step: int, rank: int) -> Tensor:
-        first = ((step - 1) * num_ranks + rank) * batch
-        rows = reader.read((first + np.arange(batch)) % reader.num_rows)
-        return torch.from_numpy(rows.tokens[:, :-1])
-
-    return make
-
-
-def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
-    """Returns (B, S) for a number of tokens: whole groups of sequences, as long as possible.
-
-    Raises:
-        ValueError: there are too few tokens for the router, or too many to number.
-    """
-    group = config.model.group_sequences
-    if tokens_per_rank > MOST_TOKENS:
-        raise ValueError(f"--tokens-per-rank {tokens_per_rank}: at most {MOST_TOKENS:,}")
-    if tokens_per_rank < group:
-        raise ValueError(
-            f"--tokens-per-rank {tokens_per_rank}: the router needs groups of {group} sequences"
-        )
-    length = min(config.data.seq_len, tokens_per_rank // group)
-    experts = config.model.experts
-    if experts is not None:
-        experts.router.check_length(length * experts.sub_tokens)
-    return group * (tokens_per_rank // (group * length)), length
-
-
-def experts_of_model(model: Transformer, precision: str) -> ExpertsOfLayer:
-    """Returns the model's experts by layer, with weights in the precision of the products."""
-    dtype, layers = getattr(torch, precision), dict(sparse_layers(model))
-    cast = {} if dtype == torch.float32 else cast_weights(model, dtype)
-
-    def experts_of_layer(layer: str) -> nn.Module:
-        experts = layers[layer].experts
-        values = {
-            name: cast.get(f"{layer}.experts.{name}", value)
-            for name, value in experts.named_parameters()
-        }
-        return _with_weights(experts, values)
-
-    return experts_of_layer
-
-
-def _with_weights(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    other = copy.copy(experts)
-    other._parameters = dict.fromkeys(experts._parameters) | {
-        name: nn.Parameter(value.detach(), requires_grad=False) for name, value in values.items()
-    }
-    return other

@@ -1,26 +1,24 @@
-"""Simulates routing on a cluster: real rows through the real dispatcher, each rank a thread.
+"""Simulates an EP group: real rows through the real dispatcher, each rank a thread.
 
 For every pass of every sparse layer:
   1. The caller passes each rank's `RoutedCall`: rows, routes, and the outputs of a single rank.
-  2. Every rank dispatches rows that carry their own address, and checks *conservation*: every route
-     arrives once, at the rank and expert that it names. This traffic is not counted.
+  2. Every rank dispatches rows that carry their own address, which shows *conservation*: every
+     route arrives once, at the rank and expert that it names. This traffic is not counted.
   3. Every rank runs the layer as training does: `SparseLayer` with this dispatcher and the rank's
      own experts. Traffic is counted. Outputs are compared with the single rank's up to rounding,
      because an expert's products have the rows of all ranks here, and one rank's alone there.
-  4. Loads and traffic are recorded (`SimulatedCall`).
 
 The backward pass is not run; it sends the same rows in the opposite direction. Experts are views of
-one model's weights, so 256 ranks need no copies. A rank and call take about 10 ms on one core, more
-with many rows.
+one model's weights, so 256 ranks need no copies (but of bfloat16 weights). A rank and call take
+about 10 ms on one core, more with many rows.
 
-Legend: P ranks of the world, E experts, e slots of one rank, N routes, U source rows of width D,
-T target rows of width O.
+Legend: P ranks of the EP group, E experts, N routes, U source rows of width D, T target rows of width O.
 """
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -28,19 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...distributed.dispatch.base import build_node_groups, nodes_of
+from ...distributed.dispatch.base import build_node_groups
 from ...distributed.dispatch.choose import make_dispatcher
-from ...distributed.dispatch.exchange import ExchangeMismatch
 from ...distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from ...distributed.dispatch.table import needs_nodes, resolved_dispatcher, same_traffic
-from ...distributed.layout import Layout, group_of
+from ...model.execution.precision import enters_a_product
 from ...model.moe import Dispatcher, SparseLayer
 from ...train.record.route_tap import CallId, RoutedCall
-from .threads import TrafficCounter, run_threads
+from .threads import counting, run_threads
 
 # Rounding error allowed relative to the largest output: sums are grouped by rank, and products have
 # other numbers of rows.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TIMEOUT_S = 3600.0
 
 ExpertsOfLayer = Callable[[str], nn.Module]  # a layer's name -> all its experts, on the CPU
 
@@ -49,45 +47,36 @@ ExpertsOfLayer = Callable[[str], nn.Module]  # a layer's name -> all its experts
 class Cluster:
     """Describes the simulated ranks and their dispatcher."""
 
-    layout: Layout
+    ep: int  # ranks, one EP group
     dispatcher: str
-    ranks_per_node: int | None = None  # None: all on one node
+    ranks_per_node: int
     # By layer; other layers' experts lie in contiguous blocks.
     expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)
-    timeout_s: float = 3600.0  # without an exchange; a large model routes for a long time
 
-    def expert_map_of(self, layer: str, num_experts: int) -> ExpertMap:
-        """Returns which rank of an EP group holds which of the layer's experts."""
-        return self.expert_maps.get(layer) or contiguous_map(num_experts, self.layout.ep)
+    @property
+    def simulated_dispatcher(self) -> str:
+        """Returns what "auto" means, and for a dispatcher through memory the one that sends the
+        same rows with collectives.
+        """
+        return same_traffic(resolved_dispatcher(self.dispatcher, self.ep))
 
 
 @dataclass(frozen=True)
 class SimulatedCall:
     """Records one call on all ranks.
 
-    Rows and bytes are of the forward pass, both ways, without what stays on its rank.
+    Matrices are [from rank, to rank], of the forward pass, both ways; the diagonal holds what a
+    rank keeps.
     """
 
     id: CallId
     load_E: np.ndarray  # routes
     load_P: np.ndarray
-    rows: int
-    rows_one_per_route: int  # for a dispatcher that sends one row per route
-    bytes_intra_node: int
-    bytes_inter_node: int
+    rows_PP: np.ndarray
+    bytes_PP: np.ndarray
     misrouted: int  # routes lost, doubled, or at the wrong expert
     difference: float  # of the outputs, relative to the largest
-    agrees: bool  # the dispatcher's promise allows the difference
-
-    @property
-    def hottest_rank(self) -> float:
-        """Returns the busiest rank's load over the mean; 1 without any load."""
-        return hottest(self.load_P)
-
-    @property
-    def hottest_expert(self) -> float:
-        """Returns the busiest expert's load over the mean; 1 without any load."""
-        return hottest(self.load_E)
+    tolerance: float
 
     @property
     def violations(self) -> list[str]:
@@ -97,7 +86,7 @@ class SimulatedCall:
             found.append(
                 f"{self.id}: {self.misrouted} routes were lost, doubled, or at the wrong expert"
             )
-        if not self.agrees:
+        if self.difference > self.tolerance:
             found.append(
                 f"{self.id}: outputs differ from one rank's by {self.difference:.1e} of the largest"
             )
@@ -105,54 +94,18 @@ class SimulatedCall:
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """Records all calls with one dispatcher.
+class _Finding:
+    """Holds what one rank found in one call."""
 
-    Matrices are [from rank, to rank]; the diagonal holds what a rank keeps.
-    """
-
-    cluster: Cluster
-    dispatcher: str  # resolved, if "auto" was requested
-    calls: tuple[SimulatedCall, ...]
-    rows_PP: np.ndarray
-    bytes_PP: np.ndarray
-    one_per_route_PP: np.ndarray  # rows, see `SimulatedCall.rows_one_per_route`
-
-    @property
-    def violations(self) -> list[str]:
-        """Lists all broken promises; empty if there are none."""
-        return [violation for call in self.calls for violation in call.violations]
-
-
-def hottest(load: np.ndarray) -> float:
-    """Returns the largest load over the mean; 1 if all are zero."""
-    return float(load.max() / load.mean()) if load.any() else 1.0
-
-
-def between(matrix_PP: np.ndarray) -> int:
-    """Sums what is sent between ranks: the matrix without its diagonal."""
-    return int(matrix_PP.sum() - np.trace(matrix_PP))
-
-
-def across_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> tuple[int, int]:
-    """Sums what is sent inside nodes, without the diagonal, and between nodes."""
-    nodes = np.array(nodes_of(range(len(matrix_PP)), ranks_per_node))
-    inter = int(matrix_PP[nodes[:, None] != nodes].sum())
-    return between(matrix_PP) - inter, inter
-
-
-def name_of(cluster: Cluster) -> str:
-    """Returns the simulated dispatcher.
-
-    Resolves "auto", and replaces a dispatcher through memory by the one that sends the same rows
-    with collectives.
-    """
-    return same_traffic(resolved_dispatcher(cluster.dispatcher, cluster.layout.ep))
+    arrived_N: np.ndarray  # addresses of the routes that it serves
+    difference: float
+    rows_P: np.ndarray
+    bytes_P: np.ndarray
 
 
 def simulate(
-    calls: Iterator[Sequence[RoutedCall]], experts_of_layer: ExpertsOfLayer, cluster: Cluster
-) -> Simulation:
+    calls: Sequence[Sequence[RoutedCall]], experts_of_layer: ExpertsOfLayer, cluster: Cluster
+) -> list[SimulatedCall]:
     """Runs every call on all ranks.
 
     Args:
@@ -164,173 +117,77 @@ def simulate(
         ValueError: the dispatcher does not fit the ranks, or they cannot share a layer's experts.
         RankFailed: an exchange failed, which is a bug of the dispatcher.
     """
-    coordinator = _Coordinator(calls, experts_of_layer, cluster)
-    run_threads(
-        coordinator.run_rank,
-        cluster.layout.world_size,
-        traffic=coordinator.traffic,
-        timeout_s=cluster.timeout_s,
-    )
-    return Simulation(
-        cluster,
-        coordinator.dispatcher,
-        tuple(coordinator.simulated),
-        coordinator.rows_PP,
-        coordinator.bytes_PP,
-        coordinator.one_per_route_PP,
-    )
+
+    def run_rank(rank: int) -> list[_Finding]:
+        return _run_rank(rank, [call[rank] for call in calls], experts_of_layer, cluster)
+
+    by_rank = run_threads(run_rank, cluster.ep, timeout_s=TIMEOUT_S)
+    return [_recorded(call, found) for call, *found in zip(calls, *by_rank, strict=True)]
 
 
-def unexpected_cause(error: BaseException) -> BaseException | None:
-    """Returns the error that ended a simulated rank if its traceback helps the user, else None.
+@torch.no_grad()
+def _run_rank(
+    rank: int, calls: list[RoutedCall], experts_of_layer: ExpertsOfLayer, cluster: Cluster
+) -> list[_Finding]:
+    """Runs one rank's side of every call, on its own thread. Collective."""
+    per_node, name, group = cluster.ranks_per_node, cluster.simulated_dispatcher, dist.group.WORLD
+    assert group is not None
+    wanted = needs_nodes(name)
+    nodes = build_node_groups(group, per_node, timeout_s=TIMEOUT_S) if wanted else None
+    findings = []
+    for call in calls:
+        moved = cluster.expert_maps.get(call.id.layer)
+        expert_map = moved or contiguous_map(call.routes.num_experts, cluster.ep)
+        dispatcher = make_dispatcher(
+            name, group, ranks_per_node=per_node, expert_map=moved, nodes=nodes
+        )
+        arrived_N = _arrived(dispatcher, call, rank, expert_map)
+        rows_UD, expected_TO = _values_of(call)
+        experts = experts_of_layer(call.id.layer)
+        layer = SparseLayer(experts_on_rank(experts, expert_map, rank, rows_UD.dtype))  # pyright: ignore[reportArgumentType]
+        layer.dispatcher = dispatcher
+        with counting(cluster.ep, widths={call.width_in, call.width_out}) as sent:
+            outputs_TO = layer(rows_UD, call.routes)
+        difference = _difference(outputs_TO, expected_TO)
+        findings.append(_Finding(arrived_N, difference, sent.rows_P, sent.bytes_P))
+    return findings
 
-    If ranks disagree about an exchange, wait in vain or run out of memory, the message is enough.
-    """
-    cause = error.__cause__
-    if isinstance(cause, (ExchangeMismatch, MemoryError)):
-        return None
-    # torch has no exception class for it.
-    if isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause):
-        return None
-    return cause
 
+def experts_on_rank(
+    experts: nn.Module, expert_map: ExpertMap, rank: int, dtype: torch.dtype
+) -> nn.Module:
+    """Returns the experts that one rank holds, in the order of its slots.
 
-def experts_on_rank(experts: nn.Module, expert_map: ExpertMap, rank: int) -> nn.Module:
-    """Returns the experts that one rank of an EP group holds, in the order of its slots.
-
-    Weights are views if the experts are adjacent, otherwise copies.
+    Weights are views if the experts are adjacent and have this type, otherwise copies.
     """
     # An empty slot can hold any expert.
     held = [expert_map.expert_S[slot] or 0 for slot in expert_map.own_slots(rank)]
     together = bool(held) and held == list(range(held[0], held[0] + len(held)))
     index: Any = slice(held[0], held[-1] + 1) if together else torch.tensor(held, dtype=torch.int64)
     own = copy.copy(experts)
-    own._parameters = {
-        name: None if value is None else nn.Parameter(value.detach()[index], requires_grad=False)
-        for name, value in experts._parameters.items()
-    }
+    own._parameters = dict(experts._parameters)
+    for name, value in experts.named_parameters():
+        part = value.detach()[index].to(dtype if enters_a_product(name) else value.dtype)
+        own._parameters[name] = nn.Parameter(part, requires_grad=False)
     return own
 
 
-class _Coordinator:
-    """Shares the current call, every rank's findings and the sums among threads."""
-
-    def __init__(
-        self,
-        calls: Iterator[Sequence[RoutedCall]],
-        experts_of_layer: ExpertsOfLayer,
-        cluster: Cluster,
-    ) -> None:
-        self.calls, self.experts_of_layer, self.cluster = calls, experts_of_layer, cluster
-        self.num_ranks = cluster.layout.world_size
-        self.traffic = TrafficCounter(self.num_ranks)
-        self.dispatcher = name_of(cluster)
-        self.simulated: list[SimulatedCall] = []
-        self.rows_PP, self.bytes_PP, self.one_per_route_PP = (
-            np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(3)
-        )
-        self.call: Sequence[RoutedCall] | None = None  # of every rank
-        self.experts: nn.Module = nn.Module()  # all of its layer
-        self.arrived: list[np.ndarray] = [np.empty(0, np.int64)] * self.num_ranks
-        self.differences = [0.0] * self.num_ranks
-        self.barrier = threading.Barrier(self.num_ranks, action=self._advance)
-
-    @torch.no_grad()
-    def run_rank(self, rank: int) -> None:
-        """Runs one rank's side of every call, on its own thread."""
-        try:
-            worker = _Worker(self, rank)
-            while (call := self._next()) is not None:
-                worker.run(call[rank])
-        except threading.BrokenBarrierError:
-            raise SystemExit from None  # the other rank's failure is reported
-        except BaseException:
-            self.barrier.abort()
-            raise
-
-    def _next(self) -> Sequence[RoutedCall] | None:
-        self.barrier.wait()
-        return self.call
-
-    def _advance(self) -> None:
-        """Takes the next call, once, while all ranks wait."""
-        if self.call is not None:
-            self._record_call(self.call)
-        self.call = next(self.calls, None)
-        if self.call is not None:
-            self.experts = self.experts_of_layer(self.call[0].id.layer)
-
-    def _record_call(self, call: Sequence[RoutedCall]) -> None:
-        load_E, load_P, one_per_route_PP = _loads(call, self.cluster)
-        intra, inter = across_nodes(self.traffic.bytes_PP, self.cluster.ranks_per_node)
-        outputs = [_values_of(own)[1] for own in call]
-        largest = max(map(_largest, outputs), default=0.0)
-        difference = max(self.differences) / largest if largest else max(self.differences)
-        self.simulated.append(
-            SimulatedCall(
-                call[0].id,
-                load_E,
-                load_P,
-                rows=between(self.traffic.rows_PP),
-                rows_one_per_route=between(one_per_route_PP),
-                bytes_intra_node=intra,
-                bytes_inter_node=inter,
-                misrouted=_misrouted(self.arrived, call),
-                difference=difference,
-                agrees=difference <= TOLERANCE[outputs[0].dtype],
-            )
-        )
-        self.rows_PP += self.traffic.rows_PP
-        self.bytes_PP += self.traffic.bytes_PP
-        self.one_per_route_PP += one_per_route_PP
-        self.traffic.clear()
-
-
-class _Worker:
-    """Runs one rank: its groups, its dispatchers, and its side of every call."""
-
-    def __init__(self, coordinator: _Coordinator, rank: int) -> None:
-        self.coordinator, self.rank, self.cluster = coordinator, rank, coordinator.cluster
-        ranks, world = group_of(self.cluster.layout, "ep", rank), dist.group.WORLD
-        group = (
-            world
-            if len(ranks) == coordinator.num_ranks
-            else dist.new_group(ranks, use_local_synchronization=True)
-        )
-        if not isinstance(group, dist.ProcessGroup):
-            raise AssertionError(f"simulated rank {rank} is not in its own group {ranks}")
-        self.group, self.nodes = group, None
-        if needs_nodes(coordinator.dispatcher):
-            self.nodes = build_node_groups(
-                group, self.cluster.ranks_per_node, timeout_s=self.cluster.timeout_s
-            )
-        self._dispatchers: dict[str, Dispatcher] = {}
-
-    def run(self, call: RoutedCall) -> None:
-        """Runs this rank's side of a call and stores the findings in the coordinator. Collective."""
-        coordinator, rank, ep_rank = self.coordinator, self.rank, self.group.rank()
-        dispatcher = self._dispatcher(call.id.layer)
-        expert_map = self.cluster.expert_map_of(call.id.layer, call.routes.num_experts)
-        coordinator.arrived[rank] = _arrived(dispatcher, call, rank, expert_map, ep_rank)
-        experts = experts_on_rank(coordinator.experts, expert_map, ep_rank)
-        layer = SparseLayer(experts)  # pyright: ignore[reportArgumentType]
-        layer.dispatcher = dispatcher
-        rows_UD, expected_TO = _values_of(call)
-        with coordinator.traffic.counting(rank, widths={call.width_in, call.width_out}):
-            outputs_TO = layer(rows_UD, call.routes)
-        coordinator.differences[rank] = _difference(outputs_TO, expected_TO)
-
-    def _dispatcher(self, layer: str) -> Dispatcher:
-        cluster = self.cluster
-        if layer not in self._dispatchers:
-            self._dispatchers[layer] = make_dispatcher(
-                name_of(cluster),
-                self.group,
-                ranks_per_node=cluster.ranks_per_node,
-                expert_map=cluster.expert_maps.get(layer),
-                nodes=self.nodes,
-            )
-        return self._dispatchers[layer]
+def _recorded(call: Sequence[RoutedCall], found: Sequence[_Finding]) -> SimulatedCall:
+    outputs_TO = torch.cat([_values_of(own)[1] for own in call])
+    finite = outputs_TO[outputs_TO.isfinite()]
+    largest = float(finite.abs().max()) if finite.any() else 1.0
+    num_experts = call[0].routes.num_experts
+    experts_N = torch.cat([own.routes.expert_N for own in call])
+    return SimulatedCall(
+        call[0].id,
+        np.bincount(experts_N.numpy(), minlength=num_experts),
+        np.array([len(each.arrived_N) for each in found]),
+        np.stack([each.rows_P for each in found]),
+        np.stack([each.bytes_P for each in found]),
+        _misrouted(call, found),
+        max(each.difference for each in found) / largest,
+        TOLERANCE[outputs_TO.dtype],
+    )
 
 
 def _values_of(call: RoutedCall) -> tuple[Tensor, Tensor]:
@@ -343,15 +200,14 @@ def _values_of(call: RoutedCall) -> tuple[Tensor, Tensor]:
 
 
 def _arrived(
-    dispatcher: Dispatcher, call: RoutedCall, rank: int, expert_map: ExpertMap, ep_rank: int
+    dispatcher: Dispatcher, call: RoutedCall, rank: int, expert_map: ExpertMap
 ) -> np.ndarray:
     """Returns the routes that reached this rank, each packed into one number. Collective."""
     addresses_U2 = torch.zeros(call.num_rows, 2, dtype=torch.float64)
     addresses_U2[:, 0] = rank
     addresses_U2[:, 1] = torch.arange(call.num_rows)  # exact to 2⁵³
-    held = [expert_map.expert_S[slot] for slot in expert_map.own_slots(ep_rank)]
-    numbers = [-1 if expert is None else expert for expert in held]
-    expert_e = torch.tensor(numbers, dtype=torch.int64)
+    held = [expert_map.expert_S[slot] for slot in expert_map.own_slots(rank)]
+    expert_e = torch.tensor([-1 if expert is None else expert for expert in held])
     dispatched = dispatcher.dispatch(addresses_U2, call.routes)
     received_U2, routes = dispatched.x_UD, dispatched.routes
     source_N2 = received_U2[routes.source_N].long()
@@ -363,21 +219,22 @@ def _address(rank_N: Tensor | int, row_N: Tensor, expert_N: Tensor) -> Tensor:
     return (rank_N << 52) + (row_N << 20) + expert_N
 
 
-def _misrouted(arrived: Sequence[np.ndarray], call: Sequence[RoutedCall]) -> int:
+def _misrouted(call: Sequence[RoutedCall], found: Sequence[_Finding]) -> int:
     """Counts the differences between the lists of sent and received routes.
 
     A route at a wrong expert counts twice.
     """
-    addresses = [
-        _address(rank, own.routes.source_N, own.routes.expert_N) for rank, own in enumerate(call)
+    sent = [
+        _address(rank, own.routes.source_N, own.routes.expert_N).numpy()
+        for rank, own in enumerate(call)
     ]
-    sent, sent_times = np.unique(torch.cat(addresses).numpy(), return_counts=True)
-    received, received_times = np.unique(np.concatenate(arrived), return_counts=True)
-    every = np.union1d(sent, received)
-    times = np.zeros((2, len(every)), np.int64)
-    times[0, np.searchsorted(every, sent)] = sent_times
-    times[1, np.searchsorted(every, received)] = received_times
-    return int(np.abs(times[0] - times[1]).sum())
+    received = [each.arrived_N for each in found]
+    signs = np.repeat([1, -1], [sum(map(len, sent)), sum(map(len, received))])
+    _, number_N = np.unique(np.concatenate(sent + received), return_inverse=True)
+    return int(np.abs(np.bincount(number_N, weights=signs)).sum())
+
+
+# Outputs ------------------------------------------------------------------------------------------
 
 
 def _difference(outputs: Tensor, expected: Tensor) -> float:
@@ -385,36 +242,6 @@ def _difference(outputs: Tensor, expected: Tensor) -> float:
 
     Equal infinities and pairs of NaN do not differ.
     """
-    if outputs.shape != expected.shape:
-        return float("inf")
-    differ = (outputs != expected) & ~(outputs.isnan() & expected.isnan())
-    if not differ.any():
-        return 0.0
-    apart = (outputs[differ].double() - expected[differ].double()).abs().max().item()
-    return apart if np.isfinite(apart) else float("inf")
-
-
-def _largest(outputs: Tensor) -> float:
-    """Returns the largest magnitude among finite numbers; 0 if there are none."""
-    finite = outputs[outputs.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-# Loads --------------------------------------------------------------------------------------------
-
-
-def _loads(
-    call: Sequence[RoutedCall], cluster: Cluster
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns routes per expert, routes per rank, and rows [from, to] with one row per route."""
-    num_ranks, num_experts = cluster.layout.world_size, call[0].routes.num_experts
-    expert_map = cluster.expert_map_of(call[0].id.layer, num_experts)
-    rank_S = np.array(expert_map.rank_S)
-    load_E, there_PP = np.zeros(num_experts, np.int64), np.zeros((num_ranks, num_ranks), np.int64)
-    for rank, own in enumerate(call):
-        group = group_of(cluster.layout, "ep", rank)
-        slot_E = expert_map.seen_from(group.index(rank)).slots_of(torch.arange(num_experts)).numpy()
-        counts_E = np.bincount(own.routes.expert_N.numpy(), minlength=num_experts)
-        load_E += counts_E
-        np.add.at(there_PP[rank], np.array(group)[rank_S[slot_E]], counts_E)
-    return load_E, there_PP.sum(0), there_PP + there_PP.T
+    same = (outputs == expected) | (outputs.isnan() & expected.isnan())
+    apart = (outputs.double() - expected.double()).abs().masked_fill(same, 0.0)
+    return float(apart.nan_to_num(nan=inf, posinf=inf).max()) if len(apart) else 0.0

@@ -6,9 +6,9 @@ Only this module uses torch's private parts (`torch.testing._internal.distribute
 isolation of its process groups). If a version of torch lacks them, it raises
 `SimulationUnavailable`, and the rest of the package works.
 
-A `TrafficCounter` counts the rows and bytes that each rank passes to a collective, for every pair
-of ranks. It measures what is sent, independently of the dispatchers' own counters. Threads share
-global state such as torch's default random generator, so a rank must draw from its own generator.
+`counting` counts the rows and bytes that a rank passes to collectives, by receiver. It measures
+what is sent, independently of the dispatchers' own counters. Threads share global state such as
+torch's default random generator, so a rank must draw from its own generator.
 
 Legend: P ranks of the world.
 """
@@ -16,9 +16,9 @@ Legend: P ranks of the world.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ BACKEND = "moebius_threads"
 
 _T = TypeVar("_T")
 _one_world = threading.Lock()  # torch keeps the threads' collectives in one table per process
+_this_rank = threading.local()  # `sent`: the `Sent` that counts, or None
 
 
 class SimulationUnavailable(ValueError):
@@ -45,60 +46,36 @@ class RankFailed(RuntimeError):
     """Reports a simulated rank that raised (the cause) or never arrived (no cause)."""
 
 
-@dataclass
-class TrafficCounter:
-    """Counts the rows and bytes that every rank sends to every rank, itself included.
+@dataclass(frozen=True)
+class Sent:
+    """Counts what a rank sends to every rank, itself included.
 
-    Each rank writes only its own line. A row is a line of a float matrix as wide as one of the
-    rank's `widths`; other tensors count only as bytes.
+    A row is a line of a float matrix as wide as one of `widths`; other tensors count only as bytes.
     """
 
-    num_ranks: int
-    rows_PP: np.ndarray = field(init=False)  # [from, to]
-    bytes_PP: np.ndarray = field(init=False)
-    widths: list[frozenset[int]] = field(init=False)
-    is_open: list[bool] = field(init=False)
+    widths: set[int]
+    rows_P: np.ndarray
+    bytes_P: np.ndarray
 
-    def __post_init__(self) -> None:
-        self.is_open, self.widths = [False] * self.num_ranks, [frozenset()] * self.num_ranks
-        self.clear()
-
-    def clear(self) -> None:
-        """Sets all counts to zero."""
-        self.rows_PP, self.bytes_PP = (
-            np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(2)
-        )
-
-    @contextmanager
-    def counting(self, rank: int, *, widths: Set[int]) -> Iterator[None]:
-        """Counts what `rank` sends while the context lasts; matrices of these widths hold rows."""
-        self.widths[rank], self.is_open[rank] = frozenset(widths), True
-        try:
-            yield
-        finally:
-            self.is_open[rank] = False
-
-    def count(self, ranks: Sequence[int], rank: int, sent: Sequence[int], tensor: Tensor) -> None:
-        """Adds `sent[p]` lines of `tensor` from `rank` to `ranks[p]`, if the rank is counting."""
-        if not self.is_open[rank]:
-            return
-        line_bytes = tensor[:1].numel() * tensor.element_size()
-        np.add.at(self.bytes_PP[rank], np.asarray(ranks), np.asarray(sent, np.int64) * line_bytes)
-        if (
-            tensor.dim() == 2
-            and tensor.is_floating_point()
-            and tensor.shape[1] in self.widths[rank]
-        ):
-            np.add.at(self.rows_PP[rank], np.asarray(ranks), np.asarray(sent, np.int64))
+    def add(self, ranks: Sequence[int], sent: Sequence[int], tensor: Tensor) -> None:
+        """Adds `sent[p]` lines of `tensor` to `ranks[p]`."""
+        self.bytes_P[ranks] += np.array(sent) * tensor[:1].numel() * tensor.element_size()
+        if tensor.is_floating_point() and tensor.dim() == 2 and tensor.shape[1] in self.widths:
+            self.rows_P[ranks] += sent
 
 
-def run_threads(
-    fn: Callable[[int], _T],
-    num_ranks: int,
-    *,
-    traffic: TrafficCounter | None = None,
-    timeout_s: float = 600.0,
-) -> list[_T]:
+@contextmanager
+def counting(num_ranks: int, *, widths: set[int]) -> Iterator[Sent]:
+    """Counts what the rank on this thread sends while the context lasts."""
+    rows_P, bytes_P = np.zeros((2, num_ranks), np.int64)
+    _this_rank.sent = Sent(widths, rows_P, bytes_P)
+    try:
+        yield _this_rank.sent
+    finally:
+        _this_rank.sent = None
+
+
+def run_threads(fn: Callable[[int], _T], num_ranks: int, *, timeout_s: float = 3600.0) -> list[_T]:
     """Runs fn(rank) on threads that are the ranks of one world, and returns their results by rank.
 
     The world is torch's default group. If no rank enters an exchange or ends for `timeout_s`, the
@@ -106,138 +83,66 @@ def run_threads(
 
     Raises:
         SimulationUnavailable: this torch has no threaded process group.
-        ValueError: there are too many ranks, or a rank raised it.
+        ValueError: a rank raised it.
         RankFailed: a rank raised, or ranks are stuck; the others are released.
     """
-    if not 1 <= num_ranks <= MOST_THREADS:
-        raise ValueError(f"{num_ranks} simulated ranks: must be 1 to {MOST_THREADS}")
-    threaded = _threaded()
-    with _one_world:
-        return _World(threaded, num_ranks, traffic).run(fn, timeout_s)
+    group_class = _threaded_group()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    results: list[Any] = [None] * num_ranks
+    failures: list[tuple[int, BaseException]] = []
 
-
-@dataclass(frozen=True)
-class _Threaded:
-    """Holds the private parts of torch that make a world of threads."""
-
-    groups: Any  # torch's class of threaded process groups
-    metered: Any  # our subclass, which counts what every rank sends
-    install: Callable[[], Any]
-    uninstall: Callable[[], Any]
-    isolate: Callable[[bool], Any]
-
-
-class _World:
-    """Runs one world of threads from start to end."""
-
-    def __init__(self, threaded: _Threaded, num_ranks: int, traffic: TrafficCounter | None) -> None:
-        self.threaded, self.num_ranks, self.traffic = threaded, num_ranks, traffic
-        self.store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        self.failures: list[tuple[int, BaseException]] = []
-
-    def run(self, fn: Callable[[int], _T], timeout_s: float) -> list[_T]:
-        results: list[Any] = [None] * self.num_ranks
-        threads = [
-            threading.Thread(
-                target=self._run_rank, args=(rank, fn, results), name=f"rank {rank}", daemon=True
-            )
-            for rank in range(self.num_ranks)
-        ]
-        with _isolated(self.threaded, self.traffic):
-            for thread in threads:
-                thread.start()
-            late = self._wait(threads, timeout_s)
-        if self.failures:
-            rank, error = self.failures[0]
-            if isinstance(error, ValueError):  # the request was wrong
-                raise error
-            raise RankFailed(
-                f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}"
-            ) from error
-        if late:
-            raise RankFailed(
-                f"no progress for {timeout_s:g} s: simulated ranks {spell_ranks(late)} are still "
-                "waiting for others"
-            )
-        return results
-
-    def _run_rank(self, rank: int, fn: Callable[[int], _T], results: list[Any]) -> None:
+    def run_rank(rank: int) -> None:
         try:
-            dist.init_process_group(BACKEND, rank=rank, world_size=self.num_ranks, store=self.store)
+            dist.init_process_group(BACKEND, rank=rank, world_size=num_ranks, store=store)
             results[rank] = fn(rank)
-        except SystemExit:  # released by `_release`; the other rank's failure is reported
+        except SystemExit:  # released; the other rank's failure is reported
             pass
-        except BaseException as error:  # noqa: BLE001 - `run` reports whatever ends a thread
-            self.failures.append((rank, error))
-            self._release(error)
+        except BaseException as error:  # noqa: BLE001 - whatever ends a thread is reported below
+            failures.append((rank, error))
+            group_class.release(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def _wait(self, threads: list[threading.Thread], timeout_s: float) -> list[int]:
-        """Joins all threads and returns the ranks that had to be released.
-
-        Ranks are released once no rank has entered a collective or ended for `timeout_s`.
-        """
-        last_signs, since = None, time.monotonic()
+    threads = [
+        threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(num_ranks)
+    ]
+    with _one_world, _isolated(group_class):
         for thread in threads:
-            while thread.is_alive():
-                thread.join(min(timeout_s, 1.0))
-                signs = self.threaded.metered.entered, sum(other.is_alive() for other in threads)
-                if last_signs != signs:
-                    last_signs, since = signs, time.monotonic()
-                elif time.monotonic() - since > timeout_s:
-                    return self._release_late(threads)
-        return []
-
-    def _release_late(self, threads: list[threading.Thread]) -> list[int]:
-        late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        self._release(TimeoutError())
-        deadline = time.monotonic() + 10
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return late
-
-    def _release(self, error: BaseException) -> None:
-        """Releases ranks that wait in a collective, now or later."""
-        with self.threaded.groups._coll_lock:
-            self.threaded.groups.exception_handle(error)
-
-
-@lru_cache(maxsize=1)
-def _threaded() -> _Threaded:
-    """Finds torch's private parts and registers our backend.
-
-    Raises:
-        SimulationUnavailable: a name is missing.
-    """
-    try:
-        from torch.testing._internal.distributed import multi_threaded_pg as found
-
-        metered = _metered(found.ProcessLocalGroup)
-        barrier: Any = found._store_based_barrier  # pyright: ignore[reportPrivateImportUsage]
-        private: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
-        isolate = private._set_thread_isolation_mode
-        parts = _Threaded(
-            found.ProcessLocalGroup,
-            metered,
-            found._install_threaded_pg,
-            found._uninstall_threaded_pg,
-            isolate,
+            thread.start()
+        late = _wait(threads, group_class, timeout_s)
+    if failures:
+        rank, error = failures[0]
+        if isinstance(error, ValueError):  # the request was wrong
+            raise error
+        raise RankFailed(
+            f"simulated rank {rank} of {num_ranks}: {type(error).__name__}: {error}"
+        ) from error
+    if late:
+        raise RankFailed(
+            f"no progress for {timeout_s:g} s: simulated ranks {spell_ranks(late)} are still "
+            "waiting for others"
         )
-    except (ImportError, AttributeError) as error:
-        raise SimulationUnavailable(
-            f"torch {torch.__version__} has no threaded process group for simulated ranks "
-            f"({error}); install a torch version from constraints.txt"
-        ) from None
+    return results
 
-    def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
-        group = metered(rank, world_size)
-        barrier(rank, store, "", world_size, timeout)
-        return group
 
-    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    return parts
+def _wait(threads: list[threading.Thread], group_class: Any, timeout_s: float) -> list[int]:
+    """Joins all threads and returns the ranks that had to be released, because no rank entered a
+    collective or ended for `timeout_s`.
+    """
+    last_signs, since = None, time.monotonic()
+    while late := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
+        threads[late[0]].join(min(timeout_s, 1.0))
+        signs = group_class.entered, len(late)
+        if signs != last_signs:
+            last_signs, since = signs, time.monotonic()
+        elif time.monotonic() - since > timeout_s:
+            group_class.release(TimeoutError())
+            deadline = time.monotonic() + 10
+            for rank in late:
+                threads[rank].join(max(0.0, deadline - time.monotonic()))
+            return late
+    return []
 
 
 class _AllToAll:
@@ -261,12 +166,33 @@ class _AllToAll:
             output.detach().copy_(torch.cat(arrived))
 
 
-def _metered(base: Any) -> type:
-    """Returns torch's threaded group with a counter in the three calls that all collectives use."""
+@lru_cache(maxsize=1)
+def _threaded_group() -> Any:
+    """Returns torch's threaded process group with counters, and registers it as a backend.
 
-    class Metered(base):
-        traffic: TrafficCounter | None = None  # of the running world
+    Raises:
+        SimulationUnavailable: this torch lacks it.
+    """
+    try:
+        from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+        base: Any = threaded.ProcessLocalGroup
+        barrier: Any = threaded._store_based_barrier  # pyright: ignore[reportPrivateImportUsage]
+    except (ImportError, AttributeError) as error:
+        raise SimulationUnavailable(
+            f"torch {torch.__version__} has no threaded process group for simulated ranks "
+            f"({error}); install a torch version from constraints.txt"
+        ) from None
+
+    class Group(base):
         entered = 0  # collectives of any rank, as a sign of life; not an exact count
+        parts = threaded
+
+        @staticmethod
+        def release(error: BaseException) -> None:
+            """Releases ranks that wait in a collective, now or later."""
+            with base._coll_lock:
+                base.exception_handle(error)
 
         def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
             self.count(inputs[0], [len(inputs[0])] * self.size())
@@ -276,44 +202,45 @@ def _metered(base: Any) -> type:
             self.count(parts[0][0], [len(part) for part in parts[0]])
             return super().reduce_scatter(output, parts, *options)
 
+        def all_to_all_single(
+            self, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any
+        ) -> Any:
+            equal = [len(rows) // self.size()] * self.size()
+            received, sent = list(received or equal), list(sent or equal)
+            self.count(rows, sent)
+            together = base._start_coll(_AllToAll(), self)
+            work = together.join(self.rank(), (output, rows, received, sent))
+            base._end_coll(together, self)
+            return work
+
+        alltoall_base = all_to_all_single  # its name before torch 2.13
+
         def count(self, rows: Tensor, sent: list[int]) -> None:
-            Metered.entered += 1
-            if self.traffic is not None:
-                ranks = dist.get_process_group_ranks(self)  # pyright: ignore[reportArgumentType]
-                self.traffic.count(ranks, ranks[self.rank()], sent, rows)
+            Group.entered += 1
+            if (counted := getattr(_this_rank, "sent", None)) is not None:
+                counted.add(dist.get_process_group_ranks(self), sent, rows)  # pyright: ignore[reportArgumentType]
 
-    def all_to_all(
-        self: Any, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any
-    ) -> Any:
-        equal = [len(rows) // self.size()] * self.size()
-        received, sent = list(received or equal), list(sent or equal)
-        self.count(rows, sent)
-        together = base._start_coll(_AllToAll(), self)
-        work = together.join(self.rank(), (output, rows, received, sent))
-        base._end_coll(together, self)
-        return work
+    def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
+        group = Group(rank, world_size)
+        barrier(rank, store, "", world_size, timeout)
+        return group
 
-    # The name since torch 2.13, and the one before.
-    setattr(
-        Metered,
-        "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base",
-        all_to_all,
-    )
-    return Metered
+    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    return Group
 
 
 @contextmanager
-def _isolated(threaded: _Threaded, traffic: TrafficCounter | None) -> Iterator[None]:
-    """Gives each thread its own process groups, and counts in `traffic`, while it lasts."""
-    threaded.groups.reset()
-    threaded.install()
-    threaded.isolate(True)
-    threaded.metered.traffic, hook = traffic, sys.excepthook
+def _isolated(group_class: Any) -> Iterator[None]:
+    """Gives each thread its own process groups while it lasts."""
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
+    threaded, hook = group_class.parts, sys.excepthook
+    threaded.ProcessLocalGroup.reset()
+    threaded._install_threaded_pg()
+    isolate(True)
     try:
         yield
     finally:
         sys.excepthook = hook  # every rank wrapped it to print its number
-        threaded.metered.traffic = None
-        threaded.isolate(False)
-        threaded.uninstall()
-        threaded.groups.reset()
+        isolate(False)
+        threaded._uninstall_threaded_pg()
+        threaded.ProcessLocalGroup.reset()

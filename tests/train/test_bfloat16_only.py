@@ -17,7 +17,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.export.safetensors import export
 from moebius.model.layers import LayerNorm, router_logits
-from moebius.planning.simulation.ranks import RequestedRanks, make_cluster
+from moebius.planning.simulation.calls import ranks_of
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
@@ -163,4 +163,4 @@ def test_the_planner_and_the_simulator_refuse_it(
     assert ended.value.code == 2
     assert "bfloat16_only" in capsys.readouterr().err
     with pytest.raises(ValueError, match="bfloat16_only"):
-        make_cluster(config_of(data, "switch"), RequestedRanks(world_size=2))
+        ranks_of(config_of(data, "switch"), None, None)
