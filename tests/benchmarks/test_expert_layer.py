@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.kernels import expert_layer
 from benchmarks.kernels.layers import (
-    Result,
     Setting,
     contenders,
     draw_bank,
@@ -20,7 +19,6 @@ from benchmarks.kernels.layers import (
     meaning,
     result_of,
 )
-from benchmarks.memory import saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = Setting("mlp", 40, 16, 8, 6, 3, d_dense=20)
@@ -49,39 +47,6 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
         assert answer.error(expected) < 1e-5, contender.name
         ran.add(contender.name)
     assert {"grouped_mm", "ours: segments", "ours: reference"} <= ran
-
-
-def test_an_error_in_any_single_gradient_shows() -> None:
-    right = Result(torch.ones(4), (torch.ones(3), torch.full((2,), 1e-6)))
-    for wrong in (
-        Result(torch.ones(4) * 1.1, right.grads),
-        Result(right.y_TD, (torch.ones(3), torch.full((2,), 1.1e-6))),
-    ):
-        assert wrong.error(right) == pytest.approx(0.1, rel=1e-3)
-    assert right.error(right) == 0
-
-
-def test_routings_differ_and_are_skewed_as_told() -> None:
-    setting, generator = Setting("A", 4096, 8, 8, 64, 8), torch.Generator().manual_seed(0)
-
-    def counts(skew: float) -> torch.Tensor:
-        [choice] = draw_choices(setting, skew, generator)
-        return choice.experts_THK.flatten().bincount(minlength=64).double()
-
-    assert not torch.equal(counts(0.5), counts(0.5))
-    even, skewed = counts(0.0), counts(0.5)
-    assert even.max() / even.mean() < 1.4 < 2.5 < skewed.max() / skewed.mean() < 8
-
-
-def test_bytes_are_counted_once_and_without_weights() -> None:
-    x, w = torch.randn(6, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
-    _, found = saved_bytes(
-        lambda: ((x @ w).relu() * (x @ w).view(-1).view(6, 7)).sum(), beside=(w,)
-    )
-    # x once for both products, the hidden rows (relu's result, a factor too), and the other factor
-    assert found == 4 * (6 * 5 + 6 * 7 + 6 * 7)
-    assert MLP.ideal_bytes(2) == 2 * (40 * 16 + 120 * 8) + 120 * 12
-    assert ATTENTION.ideal_bytes(4) == 4 * (24 * 16 + 96 * 8 + 48 * 8) + 2 * 96 * 12
 
 
 def test_the_layer_benchmark_runs_from_settings_to_figures(

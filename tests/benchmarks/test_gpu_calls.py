@@ -4,26 +4,21 @@ takes the whole process with it. Shown without a GPU.
 
 import ast
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
-from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from benchmarks import report, step
@@ -111,43 +106,6 @@ def test_a_part_that_hangs_or_fails_costs_the_others_nothing(
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-BREAKING_TESTS = """
-import pytest
-from benchmarks.gpu import pytest_plugin
-pytest_plugins = ["benchmarks.gpu.pytest_plugin"]
-@pytest.mark.parametrize("number", range(4))
-def test_one(number):
-    assert not pytest_plugin.is_broken()
-    if number == 0:
-        pytest_plugin.is_broken = lambda: True
-        raise RuntimeError("CUDA error: an illegal memory access")
-"""
-
-
-@pytest.mark.slow
-def test_a_test_that_breaks_the_context_ends_its_worker_alone(tmp_path: Path) -> None:
-    (tmp_path / "test_breaking.py").write_text(BREAKING_TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]")
-    words = ["-q", "-n", "1", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini")]
-    command = [sys.executable, "-m", "pytest", *words, str(tmp_path)]
-    ended = subprocess.run(
-        command, cwd=report.ROOT, capture_output=True, text=True, check=False
-    ).stdout
-    assert "CUDA error: an illegal memory access" in ended
-    assert "2 failed, 3 passed" in ended, ended  # the crash is reported too
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("program", [gpu, step])
-def test_without_a_gpu_one_line_says_so(
-    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--device", "cuda"] if program is step else []
-    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), *words])
-    with pytest.raises(SystemExit, match=r"^there is no GPU here \(torch .*\): run it on"):
-        program.main()
-
-
 def test_findings_are_printed_before_the_next_can_hang(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,29 +117,6 @@ def test_findings_are_printed_before_the_next_can_hang(
     monkeypatch.setattr(doctor, "look_at_gpus", findings)
     with pytest.raises(SystemExit, match="1"):
         main(["doctor", "--gpu"])
-
-
-# Files --------------------------------------------------------------------------------------------
-
-
-def test_a_copy_without_git_knows_its_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setenv("MOEBIUS_COMMIT", "295efc3b ")
-    assert report.commit() == "295efc3b (by MOEBIUS_COMMIT, no .git here)"
-    monkeypatch.delenv("MOEBIUS_COMMIT")
-    assert report.commit() == "unknown"
-
-
-def test_a_kill_while_a_file_is_written_leaves_the_former(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = report.write_json(tmp_path / "figures.json", {"ms": 1})
-    monkeypatch.setattr(os, "replace", raiser(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        report.write_json(path, {"ms": 2})
-    assert json.loads(path.read_text()) == {"ms": 1}
 
 
 # Layers -------------------------------------------------------------------------------------------
@@ -272,44 +207,9 @@ def test_a_kill_leaves_what_was_measured_and_names_what_hung(tmp_path: Path) -> 
     assert layer_entries(tmp_path)["dense"]["first_ms"] > 0
 
 
-def test_a_gpu_sleeps_until_all_is_launched_or_the_figure_says_that_it_did_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slept, event = list[int](), mock.Mock(**{"elapsed_time.return_value": 3.0})
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    event.query.return_value = False  # the GPU is still asleep
-    timing = expert_layer.timed_on_gpu(lambda: time.sleep(0.002), 0.0)
-    assert timing.wall_s == 0.003
-    assert 0.002 <= timing.launch_s < 0.1
-    assert not timing.is_late
-    event.query.return_value = True
-    assert expert_layer.timed_on_gpu(lambda: None, 0.005).is_late
-    assert slept[1] / expert_layer.CLOCK_HZ >= 0.01
-
-
 # Steps --------------------------------------------------------------------------------------------
 
 CASE = step.Case("44m", "cpu", "float32", 1, 8, 1, 1, 2, False, 20.0)
-
-
-def test_a_side_runs_with_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(case: step.Case, side: str, way: step.Way, *_: object) -> Any:
-        if way.backend == "triton":
-            raise ERRORS["resources"]
-        return way
-
-    monkeypatch.setattr(step, "build", build)
-    monkeypatch.setattr(step, "timed_step", lambda *_: 0.5)
-    tried: list[dict[str, Any]] = []
-    case = replace(CASE, device="cuda")
-    bench = step.Bench(case, "moeut", None, tmp_path, tried, lambda: None)  # pyright: ignore
-    best = bench.best_run(step.Clock(60), 1.0)
-    assert best is not None
-    assert best[1].backend == "grouped_mm"
-    assert tried[0]["why_not"].startswith("OutOfResources")
-    assert "is_fatal" not in tried[0]
 
 
 DIES = """
@@ -414,23 +314,3 @@ def test_a_table_has_the_fastest_tile_so_far_whatever_comes_next(
     assert found[second] == "CompilationError: no z"
     assert found[fourth] == str(ILLEGAL)
     assert best_is_third()
-
-
-@pytest.mark.slow
-def test_candidates_are_compiled_together_and_a_wrong_one_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tune_tiles, "DEVICE", "cpu")
-    monkeypatch.setitem(TILES, KEY, TILES[KEY])
-    good, wrong = Tile(64, 64, 64, 4, 3), Tile(48, 64, 64, 4, 3)
-    compiler = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-    )
-    monkeypatch.setattr(driver, "_active", compiler)
-    reasons = tune_tiles.compile_all(KEY, [good, wrong])
-    assert set(reasons) == {wrong}
-    assert "arange's range must be a power of 2" in reasons[wrong]
-    assert len(list(tmp_path.glob("*/rows_product.cubin"))) == 1

@@ -4,33 +4,24 @@ then, but it is broken by nothing unnoticed.
 
 import importlib
 import itertools
+import json
 import pkgutil
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from world import run_ranks
 
 import benchmarks
-from benchmarks import (
-    dispatch,
-    expert_parallel,
-    gloo_table,
-    overhead,
-    placement,
-)
+from benchmarks import dispatch, expert_parallel, gloo_table, overhead, recovery
+from benchmarks.startup import ROOT
 from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import start_process
-
-
-def words(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark", *given])
 
 
 def test_every_benchmark_can_be_imported() -> None:
@@ -48,14 +39,12 @@ def gloo_rows() -> list[gloo_table.Row]:
 
 
 @pytest.mark.slow
-def test_gloo_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_table() -> None:
     rows, others = run_ranks(gloo_rows, 2)
     assert rows == others  # the slowest rank's time, on all
-    every = set(itertools.product(gloo_table.OPERATIONS, (1024, 4096)))
-    assert {(row["op"], row["bytes"]) for row in rows} == every
+    found = {(row["op"], row["bytes"]) for row in rows}
+    assert found == set(itertools.product(gloo_table.OPERATIONS, (1024, 4096)))
     assert all(row["world"] == 2 and row["seconds"] > 0 for row in rows)
-    monkeypatch.setattr(gloo_table, "SIZES", (1024, 4096))
-    gloo_table.show(rows)
 
 
 def dispatch_points() -> list[dict[str, Any]]:
@@ -106,43 +95,44 @@ def test_expert_parallel() -> None:
     assert expert_parallel.show(found, 4) == []  # nothing has EP on all of them
 
 
-def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judging: experts that are hot for long are found, and packed apart."""
-    monkeypatch.setattr(placement, "DEGREES", (2,))
-    monkeypatch.setattr(placement, "REPLICAS", (0,))
-    monkeypatch.setattr(placement, "WINDOWS", (5,))
-    load_E = np.array([4.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) / 13
-    bank = np.tile(load_E, (106, 2, 1))
-    rows = [
-        {"model": model, "bank": "feed_forward", **row}
-        for model in placement.MODELS
-        for row in placement.judge_all([bank])
-    ]
-    assert {round(row["before"], 9) for row in rows} == {round(9 / 6.5, 9)}
-    assert all(row["after"] < 1.1 for row in rows)
-    placement.show(rows)
-
-
-def test_overheads_watcher_and_verdict() -> None:
-    watcher = overhead.MemoryWatcher(0.01)
-    watcher.start()
-    deadline = time.monotonic() + 20
-    while not watcher.peak_bytes and time.monotonic() < deadline:
-        time.sleep(0.01)
-    watcher.stop()
-    assert watcher.peak_bytes > 2**20
+def test_overheads_verdict() -> None:
     mib = 2**20
+    watcher = overhead.MemoryWatcher(0.01)
     watcher._samples = {
         (1, "grows"): [(float(second), (8 + second) * mib) for second in range(8)],
-        (2, "seen once"): [(7.0, 5 * mib)],
     }
     grows = {"process": "grows", "pid": 1, "early_mib": 10.5, "late_mib": 14.5}
     assert watcher.growth() == [grows]
-    del watcher._samples[1, "grows"]
-    once = {"process": "seen once", "pid": 2, "early_mib": 5.0, "late_mib": 5.0}
-    assert watcher.growth() == [once]
     met = {"ratio_median": 1.04, "data_wait_s_per_step": 0.0, "peak_pss_gib": 3.0}
     grown = {"steps": 5, "growth": [{"early_mib": 10.0, "late_mib": 19.0}]}
     assert overhead.print_report(met)
     assert not overhead.print_report(met | {"ratio_median": 1.06})
     assert not overhead.print_report(met | {"long_run": grown})
+
+
+STARTS = """
+import json, sys
+from pathlib import Path
+from benchmarks.startup import ROOT, cases, measure, write_run
+measured = {case.name: case for case in cases(write_run(Path(sys.argv[1]) / "run", 1000))}
+names = ("python", "moebius status", "moebius logs", "moebius stop", "moebius watch")
+print(json.dumps({name: vars(measure(measured[name], ROOT.parent)) for name in names}))
+assert "torch" not in sys.modules, "its memory would be counted as that of what is measured"
+"""
+
+
+def test_every_command_starts(tmp_path: Path) -> None:
+    asked = subprocess.check_output([sys.executable, "-c", STARTS, str(tmp_path)], cwd=ROOT)
+    for name, start in json.loads(asked).items():
+        assert 0 < start["processor_s"] < 60, name
+        assert 5 < start["peak_mib"] < 100, name  # torch alone takes more
+
+
+def test_medians_of_recoveries_are_of_each_victim_and_each_phase() -> None:
+    phases = ({"detect": 1.0, "load": 0.5}, {"detect": 3.0, "load": 0.1}, {"detect": 2.0})
+    found = [recovery.Recovery("rank", 4.0 + own["detect"], own) for own in phases]
+    found.append(recovery.Recovery("node", 0.0, {}, "TimeoutError: no sign"))
+    figures = recovery.medians(found)
+    assert figures["rank"]["all_seconds"] == [5.0, 7.0, 6.0]
+    assert (figures["rank"]["seconds"], figures["rank"]["phases_s"]["detect"]) == (6.0, 2.0)
+    assert figures["node"] == {"runs": 0, "failures": ["TimeoutError: no sign"]}
