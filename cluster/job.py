@@ -245,16 +245,19 @@ def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
     Of two lines with equal time and state, the second is skipped: it was written again because the disk had
     not confirmed the first.
     """
-    states = {state.value: state for state in State}
     found: list[JournalEntry] = []
     for line in lines:
-        if line.get("state") not in states or "time" not in line:
-            continue
-        state = states[line["state"]]
-        entry = JournalEntry(
-            line["time"], state, line["generation"], line["reason"], line["details"]
-        )
-        if not found or (entry.time, state) != (found[-1].time, found[-1].state):
+        try:
+            entry = JournalEntry(
+                float(line["time"]),
+                State(line["state"]),
+                int(line["generation"]),
+                str(line["reason"]),
+                dict(line["details"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue  # of another kind or of a later version
+        if not found or (entry.time, entry.state) != (found[-1].time, found[-1].state):
             found.append(entry)
     return found
 

@@ -5,6 +5,7 @@ Every step keeps four numbers (about 400 bytes), and only the newest keeps the l
 run, 2,000 steps are read, and what is at the end of the file.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +65,11 @@ class History:
         return self.starts[1:]
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Adds decoded lines, in the order of the file."""
+        """Adds decoded lines, in the order of the file; skips those that lack what it needs."""
+        take = {"start": self._add_start, "train": self._add_train, "eval": self._add_eval}
         for line in lines:
-            take = getattr(self, f"_add_{line.get('kind')}", None)
-            if take is not None:
-                take(line)
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                take[line["kind"]](line)
 
     def _add_start(self, line: Mapping[str, Any]) -> None:
         self._expert_depths = tuple(line.get("expert_depths", ()))
@@ -78,8 +79,8 @@ class History:
 
     def _add_train(self, line: Mapping[str, Any]) -> None:
         step = line["step"]
-        self.last = line
         self.loss[step] = float(line["loss"])  # "nan" is written as a string
+        self.last = line
         self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
         if "learning_rate" in line:
             self.learning_rate[step] = float(line["learning_rate"])

@@ -1,9 +1,9 @@
 """Reads growing files of JSON lines: the journal, the metrics, the progress of a preparation.
 
-Their writers may be killed, disks may fill up, and people edit the files. A torn line, or one whose values
-have the wrong types, is skipped, so it cannot end a command that shows a job. Lines of unknown kinds pass: a
-later version may have written them. Whoever can write to the folder can write anything, so texts have no
-control characters, a line has at most MAX_LINE bytes, and only regular files are read.
+Their writers may be killed, and disks may fill up. A torn line is skipped, so it cannot end a command that
+shows a job. Lines of unknown kinds pass: a later version may have written them. Whoever can write to the
+folder can write anything, so texts have no control characters, a line has at most MAX_LINE bytes, and only
+regular files are read.
 
 A run of a million steps has gigabytes of metrics. `sampled` reads at most 256 MiB of them, in 0.3 s.
 """
@@ -12,8 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,14 +25,12 @@ _WINDOW_BYTES = 128 << 10
 _RARE = re.compile(rb'\n\{"kind": "(?:eval|start)"')
 _RARE_IN_WINDOW = 2  # rare lines that are taken from one window
 _MAY_HOLD_CONTROLS = re.compile(rb"\\u|\\[bfr]|[\x7f\xc2\xe2]")
-_MAX_TIME = 1e11  # seconds since the epoch: the year 5138
-_MAX_WHOLE = 2**63
 
 
 class JsonLinesTail:
     """Reads a growing file of JSON lines piece by piece: whole lines only, each once.
 
-    Lines that are no JSON objects or have values of wrong types are skipped.
+    Lines that are no JSON objects are skipped.
     """
 
     def __init__(self, path: Path, *, offset: int = 0):
@@ -111,12 +108,12 @@ def _entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """Returns the object in a line, without control characters; None if it is not believed."""
+    """Returns the object in a line, without control characters; None if it holds none."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or not is_believed(entry):
+    if not isinstance(entry, dict):
         return None
     return _without_controls(entry) if _MAY_HOLD_CONTROLS.search(line) else entry
 
@@ -127,99 +124,3 @@ def _without_controls(value: Any) -> Any:
     if isinstance(value, dict):
         return {escaped(key): _without_controls(entry) for key, entry in value.items()}
     return [_without_controls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def is_believed(line: Mapping[str, Any]) -> bool:
-    """Returns whether the values of a decoded line have the types that its readers expect."""
-    if "state" in line:
-        return _fits(line, _JOURNAL)
-    kind = line.get("kind")
-    if not isinstance(kind, str):
-        return kind is None
-    return _is_time(line.get("time", 0)) and _fits(line, _KINDS.get(kind, "")) and _loads_fit(line)
-
-
-def _loads_fit(line: Mapping[str, Any]) -> bool:
-    """Returns whether a line's lists about experts have an entry for each depth, none empty."""
-    if line.get("kind") != "train" or "expert_load" not in line:
-        return True
-    loads = line["expert_load"]
-    others = [line.get(key, ()) for key in ("max_violation", "effective_experts")]
-    return all(len(other) == len(loads) for other in others) and all(loads)
-
-
-# Types --------------------------------------------------------------------------------------------
-
-# A word is a key and its type: "key!type" must be present, "key?type" may be null.
-_ROOT_CAUSE = "summary!text rank?whole node?whole exit_code?whole error?text where?text traceback?text log?text"
-_DETAILS = "root_cause?cause step?whole first_step:whole"
-_JOURNAL = "state!text reason!text time!time generation!whole details!details"
-_SOURCE = "name!text done!whole total!whole tokens!whole eta_s?number segments:whole"
-_KINDS = {
-    "start": "generation:whole resumed_from_step?whole expert_depths:wholes",
-    "train": "step!whole loss!measured tokens_per_s:number "
-    "expert_load:loads max_violation:numbers effective_experts:numbers",
-    "eval": "step!whole loss!measured seconds:number",
-    "checkpoint": "step!whole seconds!number error?text",
-    "checkpoint_copy": "step!whole error?text",
-    "checkpoint_set_aside": "step!whole resumed_from_step!whole path!text why!text",
-    "spike": "step!whole in_a_row!whole "
-    "loss!measured grad_norm!measured loss_limit!measured grad_norm_limit!measured",
-    "data_wait": "seconds!number reason?text",
-    "preparation": "stage!text time!time done:whole total:whole tokens:whole segments:whole "
-    "tokens_per_s?number eta_s?number news:text error:text sources:sources",
-}
-
-
-def _fits(value: Any, fields: str) -> bool:
-    """Returns whether a value is an object whose keys have the types in `fields`."""
-    if not isinstance(value, Mapping):
-        return False
-    for key, mark, kind in _parsed(fields):
-        if key not in value:
-            if mark == "!":
-                return False
-        elif not (mark == "?" and value[key] is None) and not _TYPES[kind](value[key]):
-            return False
-    return True
-
-
-@cache
-def _parsed(fields: str) -> list[tuple[str, str, str]]:
-    return re.findall(r"(\w+)([!?:])(\w+)", fields)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_WHOLE
-
-
-def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and abs(value) < float("inf"))
-
-
-def _is_time(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < _MAX_TIME
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "text": _is_text,
-    "whole": _is_whole,
-    "number": _is_number,
-    "time": _is_time,
-    # JSON lacks the numbers that are not finite: they are text
-    "measured": lambda value: _is_number(value) or value in ("nan", "inf", "-inf"),
-    "wholes": _list_of(_is_whole),
-    "numbers": _list_of(_is_number),
-    "loads": _list_of(_list_of(_is_number)),
-    "cause": lambda value: _fits(value, _ROOT_CAUSE),
-    "details": lambda value: _fits(value, _DETAILS),
-    "sources": _list_of(lambda value: _fits(value, _SOURCE)),
-}
