@@ -370,7 +370,7 @@ FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
 CORE_LINES = 63_500
 TOP_FOLDERS, TOP_MODULES = 15, 3
-PRIVATE_NAMES = 10  # of torch, Ray and libtorch
+PRIVATE_NAMES = 11  # of torch, Ray and libtorch
 
 
 def folders_are_small(sources: Sources) -> list[str]:
@@ -491,7 +491,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (the_top_is_small, {f"{name}.py": "" for name in "abc"}, r"4 modules at the top"),
     (private_names_of_others_are_few, {
         "model/a.py": "".join(f"torch._C.name{n}\n" for n in range(PRIVATE_NAMES + 1)),
-    }, r"11 private names of other libraries; at most 10: torch._C.name0"),
+    }, r"12 private names of other libraries; at most 11: torch._C.name0"),
     (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 63\d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
