@@ -84,6 +84,7 @@ def disturbed(folder: Path) -> tuple[Path, str]:
     return run_dir, ended.stdout
 
 
+@pytest.mark.fault("F1")
 def test_a_killed_rank_leaves_no_trace_in_the_curve(
     undisturbed: Path, disturbed: tuple[Path, str]
 ) -> None:

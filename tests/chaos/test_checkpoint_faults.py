@@ -136,6 +136,7 @@ def resumed_from(run_dir: Path) -> list[int | None]:
     return [line["resumed_from_step"] for line in lines if line["kind"] == "start"]
 
 
+@pytest.mark.fault("F15")
 def test_f15_a_rank_is_killed_in_each_phase_of_a_save(folder: Path, undisturbed: Path) -> None:
     """While it writes tensors, while the manifest is written, and before the rename."""
     run_dir, disk = folder / "killed", Disk(folder / "disk of killed")
@@ -156,6 +157,7 @@ def test_f15_a_rank_is_killed_in_each_phase_of_a_save(folder: Path, undisturbed:
     assert not list((run_dir / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.fault("F16")
 def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
     folder: Path, undisturbed: Path
 ) -> None:
@@ -180,6 +182,7 @@ def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
     assert list((run_dir / "checkpoints").glob(f"{newest.path.name}.damaged-*"))
 
 
+@pytest.mark.fault("F22")
 def test_f22_the_disk_is_full_for_a_while(folder: Path, undisturbed: Path) -> None:
     run_dir, disk = folder / "full", Disk(folder / "disk of full")
     disk.order("full .distcp")
@@ -195,6 +198,7 @@ def test_f22_the_disk_is_full_for_a_while(folder: Path, undisturbed: Path) -> No
     assert "there is no earlier one" in reasons(run_dir)
 
 
+@pytest.mark.fault("F22")
 def test_f22_a_job_may_be_told_to_end_then(folder: Path, undisturbed: Path) -> None:
     run_dir, disk = folder / "stop", Disk(folder / "disk of stop")
     disk.order("full .distcp")

@@ -24,6 +24,7 @@ from moebius.cluster.places.standing import cluster_at
 STEPS = 60
 
 
+@pytest.mark.fault("F9")
 @pytest.mark.slow
 def test_a_spare_takes_its_place(tmp_path):
     run_dir = tmp_path / "run"

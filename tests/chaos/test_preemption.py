@@ -36,6 +36,7 @@ def start(folder: Path, run_dir: Path) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.fault("F21")
 def test_sigterm_preempts_and_resume_makes_the_same_run(tmp_path):
     write_paragraphs(tmp_path, paragraphs=120)
     undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"

@@ -46,6 +46,7 @@ supervise(launch, ThisMachine(launch))
 """
 
 
+@pytest.mark.fault("F14")
 def test_a_frozen_generation_that_thaws_late_changes_nothing(tmp_path):
     made = MadeFolder(tmp_path / "made")
     made.seal("text", documents(0, 200), documents(2, 16)).complete()

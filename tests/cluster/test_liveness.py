@@ -39,6 +39,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.fault("F30")
 def test_a_clock_that_jumped_since_the_last_beat_deceives_nobody(run_dir, monkeypatch):
     grow_old(run_dir, 60)  # what a jump by a minute makes of a beat that has just been
     monkeypatch.setattr(life.time, "sleep", lambda seconds: beat(run_dir))  # meanwhile
@@ -51,6 +52,7 @@ def test_the_time_is_the_file_system_s(run_dir, monkeypatch):
     assert read_status(run_dir).state is State.RUNNING
 
 
+@pytest.mark.fault("F30")
 def test_who_watches_judges_by_change_alone(run_dir):
     clock = Clock()
     watching = LivenessWatch(run_dir, clock=clock)

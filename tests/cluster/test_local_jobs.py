@@ -149,6 +149,7 @@ with interrupts_stop_the_job(Path(launch.run_dir)):
 """
 
 
+@pytest.mark.fault("F21")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "state"), [(signal.SIGINT, State.STOPPED), (signal.SIGTERM, State.PREEMPTED)]

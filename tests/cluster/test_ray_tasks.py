@@ -167,6 +167,7 @@ class KillingOnce(RayPool):
         return super().submit(dying, item)
 
 
+@pytest.mark.fault("F18")
 def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
     """Tasks die once; then a preparation dies with its driver, and another one continues."""
     config = PrepareConfig(
@@ -233,6 +234,7 @@ with simulated_cluster(2, cpus_per_node=2), KillingANode() as pool:
 """
 
 
+@pytest.mark.fault("F18")
 def test_a_killed_node_changes_no_byte(tmp_path):
     """One of two nodes dies at its first shard; the other one takes over its work."""
     config = PrepareConfig(
@@ -259,6 +261,7 @@ def test_a_killed_node_changes_no_byte(tmp_path):
 # ---- F19: what crashes is left out, as by local processes
 
 
+@pytest.mark.fault("F19")
 @pytest.mark.parametrize("poison", ["PANIC", "EXIT"])
 def test_poison_is_quarantined_and_the_rest_has_the_same_bytes(tmp_path, poison):
     texts = _texts(tmp_path)

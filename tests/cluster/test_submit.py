@@ -91,6 +91,7 @@ def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.fault("F11")
 @pytest.mark.slow
 def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, cluster):
     run_dir, program = start_submit(

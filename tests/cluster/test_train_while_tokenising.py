@@ -141,6 +141,7 @@ def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
     assert files(data, lambda name: not name.startswith("report")) == shards
 
 
+@pytest.mark.fault("F20")
 def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder, afterwards):
     run_dir = folder / "submitted"
     changes = [*overrides(folder, "growing"), "train.start_when=1", "job.num_nodes=2"]

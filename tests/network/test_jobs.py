@@ -181,6 +181,7 @@ def assert_stops_right(run_dir: Path, prepared: Prepared, *, after: int) -> None
     assert_nothing_left(run_dir, within_s=PATIENCE_S)
 
 
+@pytest.mark.fault("N7")
 def test_ranks_listen_on_the_cluster_s_addresses_alone(cluster, prepared, tmp_path):
     submit(cluster, prepared, tmp_path, "train.steps=100000")
     wait_for_step(tmp_path, 3, timeout_s=PATIENCE_S)
@@ -219,6 +220,7 @@ def knock(
     return json.loads(told.stdout)
 
 
+@pytest.mark.fault("N4")
 def test_a_node_that_was_cut_off_comes_back_and_nobody_trains_twice(cluster, prepared, tmp_path):
     submit(cluster, prepared, tmp_path)
     wait_for_step(tmp_path, 5, timeout_s=PATIENCE_S)
@@ -239,6 +241,7 @@ def test_a_node_that_was_cut_off_comes_back_and_nobody_trains_twice(cluster, pre
     assert not any(psutil.pid_exists(pid) for pid in old)
 
 
+@pytest.mark.fault("N6")
 def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_path):
     limits = ["job.limits.step_s=15", "job.limits.phase_s=15"]
     submit(cluster, prepared, tmp_path, *limits)
@@ -258,12 +261,14 @@ def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_pat
     assert hang.details["charged_to"] == "infrastructure"
 
 
+@pytest.mark.fault("N1")
 def test_a_network_with_50_ms_of_delay_changes_no_bit(cluster, prepared, tmp_path):
     cluster.net.slow(0.05)
     submit(cluster, prepared, tmp_path)
     assert_stops_right(tmp_path, prepared, after=5)
 
 
+@pytest.mark.fault("N2")
 def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_path):
     cluster.net.lose(LOSS)
     submit(cluster, prepared, tmp_path)
@@ -271,6 +276,7 @@ def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_pa
     assert cluster.net.wire(1, 2)["lost"] > 0
 
 
+@pytest.mark.fault("N3")
 def test_a_cut_of_10_s_is_waited_out(cluster, prepared, tmp_path):
     submit(cluster, prepared, tmp_path)
     wait_for_step(tmp_path, 5, timeout_s=PATIENCE_S)
@@ -281,6 +287,7 @@ def test_a_cut_of_10_s_is_waited_out(cluster, prepared, tmp_path):
     assert_ended_right(tmp_path, prepared, generation=1)
 
 
+@pytest.mark.fault("N5")
 def test_a_node_that_stays_cut_off_is_done_without(cluster, prepared, tmp_path):
     """Ray leaves the ranks there alone for minutes, and so does their collective's timeout here:
     the silence of their supervisor ends them.

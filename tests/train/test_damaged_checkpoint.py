@@ -27,6 +27,7 @@ def config_of(data: Path, *, steps: int, **checkpoint: Any) -> Config:
     )
 
 
+@pytest.mark.fault("F16")
 @pytest.mark.slow
 def test_the_losses_do_not_notice(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -58,6 +59,7 @@ def train_on_a_full_disk(config: Config, run_dir: Path) -> str:
     return train(config, run_dir)
 
 
+@pytest.mark.fault("F22")
 @pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data: Path, tmp_path: Path) -> None:
     assert (

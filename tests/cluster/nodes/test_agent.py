@@ -43,6 +43,7 @@ def test_attempt_is_told_through_a_file_that_holds_no_secrets(tmp_path):
     assert loaded.log_dir == tmp_path / "logs" / "g007" / "node1"
 
 
+@pytest.mark.fault("F28")
 def test_ranks_get_nothing_of_ray_and_everything_of_ours(tmp_path):
     inherited = {
         "PATH": "/bin",
@@ -125,6 +126,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.parametrize(
     ("victim", "warm"),
     [("holder", False), ("agent", False), pytest.param("holder", True, marks=pytest.mark.slow)],

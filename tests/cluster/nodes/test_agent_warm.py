@@ -58,6 +58,7 @@ def node(tmp_path) -> Iterator[Node]:
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.fault("F4")
 def test_a_forked_agent_is_what_a_program_is(node, tmp_path):
     """It has its marks, parent and log; the template outlives it."""
     launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)

@@ -41,6 +41,7 @@ def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
             rank.kill()
 
 
+@pytest.mark.fault("F26")
 @needs_a_hang
 def test_it_is_named_by_the_node_on_which_it_was_started(
     tmp_path: Path, hanging_rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
@@ -72,6 +73,7 @@ def test_what_ends_by_a_signal_is_not_named(tmp_path: Path) -> None:
         assert rank.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.fault("F26")
 @needs_a_hang
 @pytest.mark.slow
 def test_a_job_of_one_machine_ends_and_says_why(tmp_path: Path) -> None:

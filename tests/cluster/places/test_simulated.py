@@ -156,6 +156,7 @@ except JobError as error:
 """
 
 
+@pytest.mark.fault("F27")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "credentials",
@@ -183,6 +184,7 @@ def test_a_stranger_is_refused_and_told_what_to_set(tmp_path, cluster, credentia
     assert "RAY_AUTH_TOKEN_PATH" in stranger.stdout
 
 
+@pytest.mark.fault("F27")
 @pytest.mark.slow
 def test_who_has_the_token_is_let_in(cluster):
     stranger = subprocess.run(

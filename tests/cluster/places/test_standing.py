@@ -209,6 +209,7 @@ with cluster_at("simulated") as ray:
 """
 
 
+@pytest.mark.fault("F8")
 @pytest.mark.nightly
 def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, state, moebius):
     """By hand, as in the documentation: up, a job, a lost node, a new one, down."""

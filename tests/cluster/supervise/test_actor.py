@@ -83,6 +83,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
+@pytest.mark.fault("F1")
 @pytest.mark.slow
 def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
     run_dir = begin(fake_launch(tmp_path, "hold=8:1", num_nodes=2, ranks_per_node=2))
@@ -101,6 +102,7 @@ def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happ
     }
 
 
+@pytest.mark.fault("F4", "F5", "F10")
 @pytest.mark.slow
 def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     """In turn: an agent process, a node agent's actor, the supervisor. Only the first two are failures."""
@@ -136,6 +138,7 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     assert curve(run_dir) == undisturbed(1, status.step)
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.slow
 def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
     """The rest of the old generation is ended, and live nodes are kept."""
@@ -155,6 +158,7 @@ def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, clust
     assert reasons[0].endswith("a new generation takes over")
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.slow
 def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
     import ray
@@ -171,6 +175,7 @@ def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
     wait_for(lambda: groups_left(name) == [], what="the bundles to be given back")
 
 
+@pytest.mark.fault("F25")
 @pytest.mark.slow  # 11 s
 def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):
     from moebius.cluster.supervise.actor import start_supervisor
@@ -203,6 +208,7 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
     assert "fail_if_told" in (failed.root_cause.traceback or "")
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
@@ -260,6 +266,7 @@ def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
         provider.release()
 
 
+@pytest.mark.fault("F24")
 def test_nodes_must_run_the_same_software():
     from moebius.cluster.nodes.ray_nodes import check_versions
 

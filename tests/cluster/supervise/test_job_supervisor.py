@@ -148,6 +148,7 @@ ENDINGS: dict[str, tuple[list[Act], dict[str, Any], State, int, str]] = {
 }
 
 
+@pytest.mark.fault("F2", "F3", "F21")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_how_a_job_ends(tmp_path, ending):
     script, values, state, generations, words = ENDINGS[ending]
@@ -235,6 +236,7 @@ TROUBLE = {
 }  # fmt: skip
 
 
+@pytest.mark.fault("F16")
 @pytest.mark.parametrize("trouble", TROUBLE)
 def test_trouble_with_checkpoints_and_spikes_is_in_the_journal(tmp_path, trouble):
     line, words = TROUBLE[trouble]
@@ -247,6 +249,7 @@ def test_trouble_with_checkpoints_and_spikes_is_in_the_journal(tmp_path, trouble
 # Before ranks start -------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F24")
 def test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(PretendedNode, "check", lambda *_: "b does not see the run folder")
     status, node = live(tmp_path, max_restarts=8)
@@ -275,6 +278,7 @@ def test_a_stop_before_the_start_starts_nothing(tmp_path):
     assert not node.assignments
 
 
+@pytest.mark.fault("F26")
 def test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again(tmp_path):
     def leaves_a_rank(run_dir: Path) -> AgentReport:
         first.stuck = "SIGKILL does not end process 7 (rank 0 of generation 1)"
@@ -490,6 +494,7 @@ def test_a_generation_that_ends_before_a_new_step_is_not_said_to_be_the_first(tm
 # Another supervisor -------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F10")
 def test_a_supervisor_with_a_successor_ends_nothing(tmp_path):
     """It thaws after a successor has taken over its nodes and folder."""
 
@@ -505,6 +510,7 @@ def test_a_supervisor_with_a_successor_ends_nothing(tmp_path):
     assert states(tmp_path) == ["SUBMITTED", "STARTING"]
 
 
+@pytest.mark.fault("F10")
 def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
     launch = Launch(str(tmp_path), max_restarts=1, backoff_s=0.001)
     begin_submission(launch)
@@ -545,6 +551,7 @@ TAKEOVERS = {
 }
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.parametrize("takeover", TAKEOVERS)
 def test_a_restarted_supervisor_takes_over_the_generation_that_goes_on(tmp_path, takeover):
     before, script, end, words = TAKEOVERS[takeover]

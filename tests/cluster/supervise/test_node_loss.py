@@ -113,6 +113,7 @@ def end_well(run_dir: Path) -> None:
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.fault("F7")
 def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, tmp_path):
     run_dir = begin_standing(plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
     wait_for_step(run_dir, 10)
@@ -144,6 +145,7 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
     assert first > before, "no step was made twice"
 
 
+@pytest.mark.fault("F6", "F8")
 def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, tmp_path):
     standing.ask("add-node")
     run_dir = begin_standing(plain_launch(tmp_path, wait_for_node_s=2.0))
@@ -169,6 +171,7 @@ def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, t
     assert len(lost) == 2
 
 
+@pytest.mark.fault("F26")
 @pytest.mark.nightly
 @pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
 def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_path):
@@ -216,6 +219,7 @@ def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, 
     assert entries_of(run_dir, State.RECOVERING) == []
 
 
+@pytest.mark.fault("F7")
 @pytest.mark.nightly
 def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     """The training loop itself, on two ranks that share the experts, then one, then two."""
@@ -265,6 +269,7 @@ submit(config, Path(run_dir), address="simulated", command=command)
 """
 
 
+@pytest.mark.fault("F11")
 def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a line of text\n" * 2000)

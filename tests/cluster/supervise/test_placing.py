@@ -63,6 +63,7 @@ def test_a_replacement_is_waited_for_and_the_reason_told(tmp_path):
     assert "the cluster has 3; it continues with 3 after 60 s" in told[0]
 
 
+@pytest.mark.fault("F7")
 def test_with_a_number_that_fits_the_run(tmp_path):
     layouts = {4: {}, 2: {"ep": 2}, 1: {"ep": 1}}
     policy, _ = placing_on(Cluster(3), tmp_path, min_nodes=1, layouts=layouts)
@@ -75,6 +76,7 @@ def test_with_a_number_that_fits_the_run(tmp_path):
     assert policy.launch_on(4).mesh == {}
 
 
+@pytest.mark.fault("F8")
 def test_with_too_few_it_waits_for_ever(tmp_path):
     cluster = Cluster(1, 1, 1, 4)
     policy, told = placing_on(cluster, tmp_path)

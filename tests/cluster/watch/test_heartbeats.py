@@ -75,6 +75,7 @@ def test_the_state_of_the_process_is_told(watched, monkeypatch):
     assert process_state(ranks.beats()[1]) == GONE
 
 
+@pytest.mark.fault("F30")
 def test_what_a_rank_waits_for_a_cpu_counts_for_its_phase_from_the_look_before(
     watched, monkeypatch
 ):

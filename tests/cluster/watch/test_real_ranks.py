@@ -117,6 +117,7 @@ def first_step_of_the_next_generation(run_dir: Path) -> float:
     )
 
 
+@pytest.mark.fault("F2")
 def test_the_same_error_at_the_same_step_ends_the_run(config, tmp_path) -> None:
     """F2: after three times the job ends, with step, rank and line."""
     with running(config, tmp_path, "raise:7"):
@@ -132,6 +133,7 @@ def test_the_same_error_at_the_same_step_ends_the_run(config, tmp_path) -> None:
     assert "in step" in (cause.traceback or "")
 
 
+@pytest.mark.fault("F3")
 @pytest.mark.nightly
 def test_a_rank_that_leaves_early_is_the_cause(config, expected, tmp_path) -> None:
     """F3: its exit code is 0, and its peer's is not."""
@@ -145,6 +147,7 @@ def test_a_rank_that_leaves_early_is_the_cause(config, expected, tmp_path) -> No
     assert losses(tmp_path) == expected
 
 
+@pytest.mark.fault("F12")
 def test_a_stopped_rank_is_named_and_the_run_goes_on(config, expected, tmp_path, capsys) -> None:
     """F12: the stopped rank cannot answer; the other one reports the collective it waits in."""
     with running(config, tmp_path):
@@ -172,6 +175,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(config, expected, tmp_path,
         )
 
 
+@pytest.mark.fault("F26")
 def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
     config, expected, tmp_path
 ) -> None:
@@ -193,6 +197,7 @@ def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
     assert losses(tmp_path) == expected
 
 
+@pytest.mark.fault("F13")
 @pytest.mark.nightly
 def test_a_loader_that_blocks_is_told_and_not_killed(
     config, expected, tmp_path, monkeypatch
@@ -208,6 +213,7 @@ def test_a_loader_that_blocks_is_told_and_not_killed(
     assert losses(tmp_path) == expected
 
 
+@pytest.mark.fault("F30")
 def test_a_rank_without_cpu_is_slow_and_no_hang(config, expected, tmp_path) -> None:
     """F30: rank 1 shares a CPU with busy, higher-priority processes for longer than a step's limit."""
     hog = "import os; os.sched_setaffinity(0, {0})\nwhile True: pass"

@@ -52,6 +52,7 @@ def watch(monkeypatch):
     return make, notes
 
 
+@pytest.mark.fault("F12")
 def test_a_stall_ends_the_generation_with_rank_operation_and_place(watch):
     make, notes = watch
     members = {"group": "gloo:0", "description": "world", "members": [0, 1]}

@@ -111,6 +111,7 @@ def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path
     _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
 
 
+@pytest.mark.fault("F19")
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", ["EXIT", "SEGMENTATION", "PANIC"])
 def test_a_crash_of_the_process_is_quarantined_after_three_tries(tmp_path, poison):
@@ -172,6 +173,7 @@ def test_what_was_given_up_stays_given_up_after_an_interruption(tmp_path):
     assert files_of(tmp_path / "d") == files_of(tmp_path / "through")
 
 
+@pytest.mark.fault("F19")
 def test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was(tmp_path, monkeypatch):
     """Its documents count, and still make later ones repeats; it has no shards."""
     config = _corpus(tmp_path, "nothing")

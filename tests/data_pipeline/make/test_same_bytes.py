@@ -199,6 +199,7 @@ def _await_event(program: "subprocess.Popen[str]", number: int) -> None:
             return
 
 
+@pytest.mark.fault("F18")
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 10), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -228,6 +229,7 @@ def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
         assert not (folder / UNFINISHED).exists()
 
 
+@pytest.mark.fault("F18")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_killing_workers_at_any_moment_changes_nothing(undisturbed, tmp_path, seed):

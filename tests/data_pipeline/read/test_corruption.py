@@ -58,6 +58,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.fault("F17")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("num_copies", [0, 1])
 def test_damage_without_a_whole_copy_ends_the_run_and_is_named(made, damage, num_copies):
@@ -69,6 +70,7 @@ def test_damage_without_a_whole_copy_ends_the_run_and_is_named(made, damage, num
         run(made.config(replicas=[str(made.folder)] * num_copies))
 
 
+@pytest.mark.fault("F17")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_replica_heals_and_nobody_notices(made, intact, tmp_path, damage, packing, caplog):

@@ -91,6 +91,7 @@ def test_the_shape_and_the_type(small, made):
     assert (full.document_ids.shape, full.document_ids.dtype) == ((4, 2, S + 1), np.int32)
 
 
+@pytest.mark.fault("F23")
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12])
 def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
@@ -177,6 +178,7 @@ def test_every_source_learns_that_a_folder_is_complete(tmp_path):
     assert not samples.prepare(0, 2000)
 
 
+@pytest.mark.fault("F13")
 def test_all_ranks_wait_at_the_same_step_and_say_what_for(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
     folder = MadeFolder(tmp_path / "d").seal("text", documents(0, 20))
@@ -233,6 +235,7 @@ def test_the_position_does_not_depend_on_where_the_data_is_or_on_the_layout(made
             elsewhere.check_position(loader.samples.position(500))
 
 
+@pytest.mark.fault("F23")
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
@@ -372,6 +375,7 @@ def test_closing_ends_the_thread_whether_it_waits_or_not(small):
         next(loader)
 
 
+@pytest.mark.fault("F13")
 def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog):
     """Nothing fails, and `wait_reason` tells what is being read."""
     monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)

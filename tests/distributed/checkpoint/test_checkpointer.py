@@ -384,6 +384,7 @@ def die_while_saving(directory, where, victim):
             raise
 
 
+@pytest.mark.fault("F15")
 @pytest.mark.parametrize(
     ("where", "victim"), [("write_tensors", 0), ("write_tensors", 1), ("publish", 0)]
 )
@@ -401,6 +402,7 @@ def test_a_crash_leaves_the_last_good_one(saved, where, victim):
     assert list(saved.parent.iterdir()) == [saved]
 
 
+@pytest.mark.fault("F15")
 def test_leftovers_are_cleaned_but_not_those_of_a_later_generation(saved):
     directory = saved.parent
     for name in (
@@ -419,6 +421,7 @@ def test_leftovers_are_cleaned_but_not_those_of_a_later_generation(saved):
     ]
 
 
+@pytest.mark.fault("F15")
 def test_a_crash_between_the_two_renames_of_a_replacement_is_undone(saved):
     saved.rename(saved.with_name("step_00000050.old.tmp"))
     assert latest(saved.parent) is None
@@ -452,6 +455,7 @@ def run_out_of_disk(directory):
         return str(caught.value), names, records
 
 
+@pytest.mark.fault("F22")
 def test_a_full_disk_spares_the_previous_one_and_all_ranks_hear(saved):
     results = run_ranks(run_out_of_disk, 2, saved.parent, timeout_s=30)
     assert results[0][1] == ["step_00000050"]  # rank 0 had removed the rest before it raised
@@ -487,6 +491,7 @@ def save_when_replaced(directory, generation_file, when):
             return str(error)
 
 
+@pytest.mark.fault("F14")
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_stale_generation_may_not_commit(tmp_path, when):
     fence = tmp_path / "generation"
@@ -497,6 +502,7 @@ def test_a_stale_generation_may_not_commit(tmp_path, when):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000060"]
 
 
+@pytest.mark.fault("F14")
 def test_a_stale_generation_cleans_nothing_up(tmp_path):
     """The current one may be between its two renames."""
     fence, aside = tmp_path / "generation", tmp_path / "checkpoints" / "step_00000060.old.tmp"

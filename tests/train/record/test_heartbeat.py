@@ -68,6 +68,7 @@ def test_medians_leave_out_the_first_step_and_wait_for_a_window(page, monkeypatc
     assert (read(path).median_step_s, read(path).own_step_s) == (2.0, 1.0)
 
 
+@pytest.mark.fault("F30")
 def test_the_clock_on_the_wall_does_not_matter(page, monkeypatch):
     beats, path = page
     monkeypatch.setattr(time, "time", lambda: 0.0)

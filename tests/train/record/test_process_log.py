@@ -53,6 +53,7 @@ talkers += [threading.Thread(target=talk_like_c, args=("c",))]
 """
 
 
+@pytest.mark.fault("F29")
 def test_a_rank_that_writes_fast_is_followed_line_by_line(tmp_path: Path) -> None:
     """It writes from threads and past Python."""
     journal = Journal(tmp_path)
@@ -67,6 +68,7 @@ def test_a_rank_that_writes_fast_is_followed_line_by_line(tmp_path: Path) -> Non
     assert dict(said) == {name: list(range(4000)) for name in "abc"}
 
 
+@pytest.mark.fault("F29")
 def test_a_full_disk_costs_lines_and_says_how_many(tmp_path: Path) -> None:
     """A file size limit stands for a full disk: the write fails in the same place."""
     code = """
