@@ -77,3 +77,11 @@ def whole(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         torch.distributed.all_gather(parts, tensors[name].contiguous())
         tensors[name] = torch.cat(parts[:ep])
     return tensors
+
+
+def check_near(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, small: float = 1e-9
+) -> None:
+    """Compares tensors by name, each up to a share of its norm."""
+    for name, theirs in expected.items():
+        assert (found[name] - theirs).norm() <= tolerance * theirs.norm() + small, name

@@ -88,41 +88,13 @@ def test_the_entropy_is_that_of_the_average_over_time_and_repeats() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
-def test_bounds_and_no_nan_where_an_expert_is_never_likely() -> None:
-    even = choice_sums(routing(torch.zeros(5, 1, E)), 1)
-    torch.testing.assert_close(
-        balance_value(even, "entropy", "sequence", RunningSum()), torch.tensor([-math.log(E)])
-    )
+def test_no_nan_where_an_expert_is_never_likely() -> None:
     logits = torch.full((4, 1, E), -1e4).index_fill(2, torch.tensor([2]), 1e4).requires_grad_()
     collapsed = balance_value(choice_sums(routing(logits), 1), "entropy", "sequence", RunningSum())
     assert collapsed.item() == 0.0
     collapsed.sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
-def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: str) -> None:
-    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all
-    probability (k = 1).
-    """
-    experts = 6
-    rotated = torch.eye(experts).repeat(
-        4, 1
-    )  # every expert first equally often; the topk of ties is spread below
-    logits = torch.stack(
-        [0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k)]
-    ).sum(0)
-    even = choice_sums(routing(logits[:, None], top_k), 2)
-    value = balance_value(even, "load", scope, RunningSum()).mean()
-    torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)
-    if top_k == 1:
-        collapsed = torch.zeros(8, 1, experts).index_fill(2, torch.tensor([0]), 50.0)
-        value = balance_value(
-            choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()
-        ).mean()
-        torch.testing.assert_close(value, torch.tensor(float(experts)))
 
 
 @pytest.mark.parametrize("form", ["load", "entropy"])

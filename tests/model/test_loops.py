@@ -351,19 +351,6 @@ def test_no_later_position_and_no_other_sequence_changes_anything(name, mode):
         assert_reordered(logits_of(model, other)[0], before[0], bound)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_pass_with_a_cache_equals_a_whole_one(name):
-    model, tokens = program(name).eval(), tokens_of()
-    for num_loops in (1, model.config.num_repeats + 1):
-        set_options(model, depth=own_depth(model.config, num_loops))
-        cache = model.new_cache(num_loops=num_loops)
-        parts = [tokens[:, :3], tokens[:, 3:4], tokens[:, 4:]]
-        with torch.no_grad():
-            found = torch.cat([model(part, cache).logits_BSV for part in parts], 1)
-        whole = logits_of(model, tokens)
-        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
-
-
 # Depth per sequence
 
 

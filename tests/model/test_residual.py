@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch_modes import Operations
 
-from moebius.model.documents import mark_documents
+from moebius.model.documents import Documents, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
 from moebius.model.execution.precision import (
     Precision,
@@ -28,23 +28,19 @@ from moebius.model.transformer import Transformer
 TOKENS = some_tokens(8, 9, seed=1)
 
 
-def gradients(
-    name: str,
+def gradients(name: str, precision: Precision, recompute: Recompute = "none") -> dict[str, Tensor]:
+    """Of a training pass; and the loss."""
+    return gradients_of(make_uneven(tiny_model(name)), precision, recompute)
+
+
+def gradients_of(
+    model: Transformer,
     precision: Precision,
     recompute: Recompute = "none",
-    *,
-    ids_BS: Tensor | None = None,
-    compiles: bool = False,
+    documents: Documents | None = None,
 ) -> dict[str, Tensor]:
-    """Of a training pass; and the loss."""
-    model = make_uneven(tiny_model(name))
     store_in(model, stored_dtype(precision))
     set_options(model, recompute=recompute)
-    if compiles:
-        compile_dense_parts(model, backend="aot_eager")
-    documents = None
-    if ids_BS is not None:
-        documents = mark_documents(ids_BS, torch.device("cpu"), attention=True, balance=True)
     torch.manual_seed(2)
     dtype = products_dtype(precision)
     output = forward_in(model, dtype, TOKENS, targets_BS=TOKENS, documents=documents)
@@ -109,11 +105,12 @@ def test_recomputation_gives_equal_bits(
 
 @pytest.mark.parametrize("name", ["moeut", "sut", "dense"])
 def test_documents_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids_BS = torch.arange(9).expand(8, 9) // 4
-    ids_BS = ids_BS.where(torch.arange(9) < 7, -1)
-    plain = gradients(name, "float32", ids_BS=ids_BS)
+    ids_BS = (torch.arange(9) // 4).where(torch.arange(9) < 7, -1).expand(8, 9)
+    documents = mark_documents(ids_BS, torch.device("cpu"), attention=True, balance=True)
+    models = [make_uneven(tiny_model(name)) for _ in range(2)]
+    plain = gradients_of(models[0], "float32", documents=documents)
     stand_in(monkeypatch)
-    assert off(gradients(name, "float32", ids_BS=ids_BS), plain) < 1e-5
+    assert off(gradients_of(models[1], "float32", documents=documents), plain) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["moeut", "moeut_post", "dense"])
@@ -132,7 +129,9 @@ def test_compiled_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     plain = gradients(name, "bfloat16")
     torch._dynamo.reset()
-    assert off(gradients(name, "bfloat16", compiles=True), plain) < 1e-5
+    compiled = make_uneven(tiny_model(name))
+    compile_dense_parts(compiled, backend="aot_eager")
+    assert off(gradients_of(compiled, "bfloat16"), plain) < 1e-5
 
 
 def operations(name: str, num_layers: int) -> Counter[str]:

@@ -14,14 +14,7 @@ from moebius.model.transformer import Transformer
 
 # Gates that add up to 1, so that identical answers add up to that answer.
 NORMALISED: dict[str, dict[str, Any]] = {
-    "token_choice": {"kind": "token_choice", "top_k": 2, "renormalise": True},
-    "deepseek": {
-        "kind": "deepseek",
-        "top_k": 2,
-        "num_groups": 1,
-        "kept_groups": 1,
-        "renormalise": True,
-    },
+    kind: {"kind": kind, "top_k": 2, "renormalise": True} for kind in ("token_choice", "deepseek")
 }
 
 
@@ -30,19 +23,16 @@ def make_identity(layer: Any) -> Any:
     """Orthogonal head, its transpose as merge, no biases, experts that hand back what they get:
     relu(x) − relu(−x).
     """
-    assert layer.view is not None
-    head = torch.linalg.qr(
-        torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    ).Q
+    generator = torch.Generator().manual_seed(3)
+    head = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64, generator=generator)).Q
     layer.view.head.weight.copy_(head)
     layer.view.merge.weight.copy_(head.T)
-    for bias in (layer.view.head.bias, layer.view.merge.bias):
-        assert bias is not None
-        bias.zero_()
-    width = layer.sparse.experts.w_up.shape[1]
-    eye = torch.eye(width, dtype=torch.float64)
-    layer.sparse.experts.w_up.copy_(torch.cat((eye, -eye), 1).expand_as(layer.sparse.experts.w_up))
-    layer.sparse.experts.w_down.copy_(torch.cat((eye, -eye)).expand_as(layer.sparse.experts.w_down))
+    layer.view.head.bias.zero_()
+    layer.view.merge.bias.zero_()
+    experts = layer.sparse.experts
+    eye = torch.eye(experts.w_up.shape[1], dtype=torch.float64)
+    experts.w_up.copy_(torch.cat((eye, -eye), 1).expand_as(experts.w_up))
+    experts.w_down.copy_(torch.cat((eye, -eye)).expand_as(experts.w_down))
     return layer
 
 

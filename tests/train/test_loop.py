@@ -1,22 +1,18 @@
 """What a run on several ranks reports about its exchanges, and how it checks them on demand."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from parts import make_config
 from small_model import MODEL
 from torch import Tensor
-from trained import assembled, column, lines, run_training
+from trained import column, lines, run_training
 from world import run_ranks
 
 from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
-from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.train.config.run_config import Config
-from moebius.train.loop import step, train
-from moebius.train.rank_data import open_loader
+from moebius.train.loop import train
 
 WIDTH, REPEATS, SEQUENCES, POSITIONS = 24, 2, 8, 16
 LAYERS = {f"{member}/{kind}" for member in (0, 1) for kind in ("feed_forward", "value", "output")}
@@ -88,56 +84,6 @@ def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
 def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Path) -> None:
     run_ranks(run_training, 2, config_of(data, steps=1), tmp_path)
     assert all("exchange" not in line for line in lines(tmp_path, "train"))
-
-
-# The same on other layouts.
-
-
-@dataclass(frozen=True)
-class Made:
-    """Holds the results of some steps: losses and router buffers."""
-
-    losses: list[float]
-    auxiliary: list[dict[str, float]]
-    biases: dict[str, Tensor]
-
-
-def make_steps(config: Config, run_dir: Path) -> Made:
-    with assembled(config, run_dir) as run:
-        losses, auxiliary = [], []
-        with open_loader(run, None) as loader:
-            for _ in range(config.train.steps):
-                sums = step(run, next(loader), 1e-2).meter.reduce()
-                losses.append(sums["loss"].item())
-                auxiliary.append(
-                    {
-                        name: value.item()
-                        for name, value in sums.items()
-                        if name.startswith("auxiliary/")
-                    }
-                )
-        biases = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-        return Made(losses, auxiliary, biases)
-
-
-@pytest.mark.slow
-def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> None:
-    """A bias follows the whole batch's loads, and a loss is over each sequence."""
-    router = DeepSeekConfig(top_k=3, bias_rate=0.01, balance=0.1)
-    made = []
-    for world, ep, micro_batch in ((1, 1, 8), (4, 1, 2), (4, 2, 1), (4, 4, 2)):
-        config = config_of(data, ep=ep, micro_batch=micro_batch, steps=3)
-        config = config.model_copy(update={"model": MODEL.changed({"feed_forward.router": router})})
-        made += run_ranks(make_steps, world, config, tmp_path / f"{world}-{ep}")
-    first, *others = made
-    assert first.biases
-    assert any(bias.any() for bias in first.biases.values())
-    for other in others:
-        for name, bias in first.biases.items():
-            assert torch.equal(other.biases[name], bias), name
-        assert other.losses == pytest.approx(first.losses, rel=1e-6)
-        for ours, theirs in zip(other.auxiliary, first.auxiliary, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 # Checks on demand.

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from family import micro_batch_of, tiny_model
 from parts import make_config
 from small_model import MODEL
-from torch import Tensor
-from trained import assembled, gradients
+from trained import assembled, check_near, different, gradients
 from world import run_ranks
 
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import forward_in
 from moebius.train import evaluate as evaluation
 from moebius.train.config.run_config import Config, TrainConfig
@@ -30,12 +30,27 @@ from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, 
 from moebius.train.run import Run
 
 SEQUENCES, POSITIONS = 8, 24
+BALANCED = MODEL.changed({"feed_forward.router.balance": 0.1, "attention.balance": 0.1})
+# world, micro-batch, mesh
+LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 8, {}),
+    (1, 2, {}),
+    (2, 4, {}),
+    (4, 1, {"ep": 2}),
+]
 
 
-def config_of(data: Path, *, micro_batch: int = 2, documents: bool = False, **mesh: Any) -> Config:
+def config_of(
+    data: Path,
+    *,
+    micro_batch: int = 2,
+    documents: bool = False,
+    model: ModelConfig = BALANCED,
+    **mesh: Any,
+) -> Config:
     return make_config(
         data,
-        model=MODEL.changed({"feed_forward.router.balance": 0.1, "attention.balance": 0.1}),
+        model=model,
         data__seq_len=POSITIONS,
         data__document_attention=documents,
         optim__clip_norm=1e9,
@@ -81,73 +96,48 @@ def batch_of(run: Run, mask: np.ndarray | None) -> Batch:
     )
 
 
-def masked_step(
-    config: Config, run_dir: Path, mask: np.ndarray | None
-) -> tuple[float, int | None, dict[str, Tensor]]:
-    """Returns loss, counted targets and gradients of one step."""
+def one_step(config: Config, run_dir: Path, mask: np.ndarray | None) -> dict[str, Any]:
     with assembled(config, run_dir) as run:
         result = step(run, batch_of(run, mask), 0.0)
-        loss = result.meter.reduce()["loss"].item()
-        return loss, result.counted_targets, gradients(run)
+        sums = result.meter.reduce()
+        return {
+            "loss": sums["loss"].item(),
+            "regularisation": sums["regularisation"].item(),
+            "counted": result.counted_targets,
+            "norm": result.grad_norm,
+            "routes": {name: load.sum().item() for name, load in sums.items() if "/load" in name},
+            "gradients": {} if config.mesh.sharding == "fsdp" else gradients(run),
+        }
 
 
-def plain_loss(config: Config, run_dir: Path, mask: np.ndarray) -> float:
-    """Computes the same by a loop over every target, on full logits."""
-    with assembled(config, run_dir) as run:
-        model = run.model
-        model.before_step(0)
-        total, count = 0.0, 0
-        for row, counts in zip(torch.from_numpy(rows()), mask, strict=True):
-            logits_SV = model(row[None, :-1]).logits_BSV[0]
-            for position in range(POSITIONS):
-                if counts[position]:
-                    target = row[position + 1]
-                    total -= logits_SV[position].log_softmax(-1)[target].item()
-                    count += 1
-        return total / count
-
-
-def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
-    data: Path, tmp_path: Path
-) -> None:
-    mask = uneven_mask()
-    whole_batch = config_of(data, micro_batch=SEQUENCES)
-    [expected] = run_ranks(plain_loss, 1, whole_batch, tmp_path, mask)
+def on_layouts(
+    layouts: list[tuple[int, int, dict[str, Any]]],
+    data: Path,
+    folder: Path,
+    mask: np.ndarray | None,
+    **options: Any,
+) -> list[dict[str, Any]]:
     found = []
-    for world, ep, micro in ((1, 1, 8), (1, 1, 2), (2, 1, 4), (4, 2, 1)):
-        config = config_of(data, micro_batch=micro, ep=ep)
-        found += run_ranks(masked_step, world, config, tmp_path / f"{world}-{ep}-{micro}", mask)
-    for loss, counted, grads in found:
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert counted == mask.sum()
-        for name, gradient in grads.items():
-            theirs = found[0][2][name]
-            assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
+    for number, (world, micro_batch, mesh) in enumerate(layouts):
+        config = config_of(data, micro_batch=micro_batch, **options, **mesh)
+        found += run_ranks(one_step, world, config, folder / str(number), mask)
+    for each in found:
+        check_near(each["gradients"], found[0]["gradients"] if each["gradients"] else {}, 1e-5)
+    return found
 
 
-def test_drawn_numbers_are_the_same_on_every_layout(data: Path, tmp_path: Path) -> None:
-    """Noise before the loops, a depth of every sequence's own, and dropped experts."""
-    dropping = {"kind": "sigmoid", "top_k": 4, "balance": 0.0, "expert_dropout": 0.3}
-    model = tiny_model("parcae_moe", {"feed_forward.router": dropping, "vocab_size": 257}).config
-    found = []
-    for world, ep, micro in ((1, 1, 8), (1, 1, 2), (2, 1, 4), (2, 2, 1)):
-        config = config_of(data, micro_batch=micro, ep=ep)
-        config = config.model_copy(update={"model": model})
-        found += run_ranks(masked_step, world, config, tmp_path / f"{world}-{ep}-{micro}", None)
-    for loss, _, grads in found:
-        assert loss == pytest.approx(found[0][0], rel=1e-6)
-        for name, gradient in grads.items():
-            theirs = found[0][2][name]
-            assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
-
-
-def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[float, float, int]:
-    """Computes loss, regularisation and targets by a loop over documents, each alone."""
+def one_document_at_a_time(
+    config: Config, run_dir: Path, mask: np.ndarray
+) -> tuple[float, float, int]:
+    """Computes loss, regularisation and targets by a loop over documents, each alone, and over
+    every target, on full logits.
+    """
+    every = document_ids() if config.data.document_attention else np.zeros_like(document_ids())
     with assembled(config, run_dir) as run:
         model = run.model
         model.before_step(0)
         total, count, regularisation = 0.0, 0, 0.0
-        for row, ids, counts in zip(torch.from_numpy(rows()), document_ids(), mask, strict=True):
+        for row, ids, counts in zip(torch.from_numpy(rows()), every, mask, strict=True):
             lengths, losses = [], []
             for document in sorted(set(ids[:-1].tolist()) - {-1}):
                 [places] = np.nonzero(ids[:-1] == document)
@@ -163,40 +153,40 @@ def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[fl
         return total / count, regularisation, count
 
 
-def documents_step(
-    config: Config, run_dir: Path, mask: np.ndarray
-) -> tuple[float, float, int | None, float, dict[str, float]]:
-    """Returns loss, regularisation, counted targets, gradient norm, and routes by kind of
-    router.
-    """
-    with assembled(config, run_dir) as run:
-        result = step(run, batch_of(run, mask), 0.0)
-        sums = result.meter.reduce()
-        routes = {kind: sums[f"{kind}/load"].sum().item() for kind in ("feed_forward", "value")}
-        regularisation = sums["regularisation"].item()
-        return sums["loss"].item(), regularisation, result.counted_targets, result.grad_norm, routes
+def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
+    data: Path, tmp_path: Path
+) -> None:
+    mask, config = uneven_mask(), config_of(data, micro_batch=SEQUENCES)
+    [expected] = run_ranks(one_document_at_a_time, 1, config, tmp_path, mask)
+    for each in on_layouts(LAYOUTS, data, tmp_path, mask):
+        assert (each["loss"], each["regularisation"]) == pytest.approx(expected[:2], rel=1e-6)
+        assert each["counted"] == expected[2] == mask.sum()
+
+
+def test_drawn_numbers_are_the_same_on_every_layout(data: Path, tmp_path: Path) -> None:
+    """Noise before the loops, a depth of every sequence's own, and dropped experts."""
+    dropping = {"kind": "sigmoid", "top_k": 4, "balance": 0.0, "expert_dropout": 0.3}
+    model = tiny_model("parcae_moe", {"feed_forward.router": dropping, "vocab_size": 257}).config
+    layouts = [*LAYOUTS[:3], (2, 1, {"ep": 2})]
+    found = on_layouts(layouts, data, tmp_path, None, model=model)
+    losses = [each["loss"] for each in found]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
 def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_path: Path) -> None:
     """Covers attention, positions, balancing and padding, also with EP and sharded weights."""
-    mask = uneven_mask()
-    config = config_of(data, micro_batch=SEQUENCES, documents=True)
-    [(loss, regularisation, count)] = run_ranks(plain_documents, 1, config, tmp_path, mask)
+    mask, config = uneven_mask(), config_of(data, micro_batch=SEQUENCES, documents=True)
+    [expected] = run_ranks(one_document_at_a_time, 1, config, tmp_path, mask)
     real = int((document_ids()[:, :-1] >= 0).sum())
-    found = []
-    for world, micro, mesh in (
-        (1, 8, {}),
-        (1, 2, {}),
-        (2, 2, {"ep": 2}),
-        (2, 4, {"ep": 2, "sharding": "fsdp", "dp_shard": 2}),
-    ):
-        config = config_of(data, micro_batch=micro, documents=True, **mesh)
-        found += run_ranks(documents_step, world, config, tmp_path / f"{world}-{micro}", mask)
+    sharded = {"ep": 2, "sharding": "fsdp", "dp_shard": 2}
+    layouts = [*LAYOUTS[:2], (2, 2, {"ep": 2}), (2, 4, sharded)]
+    found = on_layouts(layouts, data, tmp_path, mask, documents=True)
     for each in found:
-        assert each[:2] == pytest.approx((loss, regularisation), rel=1e-5)
-        assert each[2] == count
-        assert each[3] == pytest.approx(found[0][3], rel=1e-5)
-        assert each[4] == {"feed_forward": 3 * 4 * real, "value": 4 * 4 * real}
+        assert (each["loss"], each["regularisation"]) == pytest.approx(expected[:2], rel=1e-5)
+        assert each["counted"] == expected[2]
+        assert each["norm"] == pytest.approx(found[0]["norm"], rel=1e-5)
+        assert each["routes"]["feed_forward/load"] == 3 * 4 * real
+        assert each["routes"]["value/load"] == 4 * 4 * real
 
 
 def test_documents_are_asked_for_where_there_are_none(data: Path) -> None:
@@ -219,14 +209,12 @@ def test_only_a_batch_that_says_so_promises_equal_rows(equal: bool) -> None:
 def test_a_mask_that_masks_nothing_changes_no_bit(data: Path, tmp_path: Path) -> None:
     everything = np.ones((SEQUENCES, POSITIONS), bool)
     [masked], [plain] = (
-        run_ranks(masked_step, 1, config_of(data), tmp_path / name, mask)
+        run_ranks(one_step, 1, config_of(data), tmp_path / name, mask)
         for name, mask in (("masked", everything), ("plain", None))
     )
-    assert plain[1] is None
-    assert masked[1] == SEQUENCES * POSITIONS
-    assert masked[0] == plain[0]
-    for name, gradient in plain[2].items():
-        assert torch.equal(masked[2][name], gradient), name
+    assert (plain["counted"], masked["counted"]) == (None, SEQUENCES * POSITIONS)
+    assert masked["loss"] == plain["loss"]
+    assert different(masked["gradients"], plain["gradients"]) == []
 
 
 def steps_without_targets(

@@ -4,8 +4,9 @@ checkpoints.
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from family import tiny_config
 from pairwise import slow_but
 from parts import make_config
 from small_model import MODEL
@@ -23,9 +25,6 @@ from trained import assembled, column, run_training
 from world import run_ranks
 
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
-from moebius.model.config.attention_config import DenseAttentionConfig
-from moebius.model.config.feed_forward_config import DenseFeedForwardConfig
-from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
@@ -33,31 +32,13 @@ from moebius.train.config.run_config import Config
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step
 from moebius.train.rank_data import open_loader
-from moebius.train.recipes.family import FAMILY
 from moebius.train.state import state_tensors
 
 MODELS = {
     "repeated": MODEL,
     "not_repeated": MODEL.changed({"layers_per_group": 4}),
-    "dense": ModelConfig(
-        vocab_size=257,
-        d_model=24,
-        num_layers=2,
-        layers_per_group=2,
-        norm="pre",
-        attention=DenseAttentionConfig(num_heads=2, d_head=12),
-        feed_forward=DenseFeedForwardConfig(d_feed_forward=40),
-    ),
-    "halting": FAMILY["sut"][1]().model.changed(
-        {
-            "vocab_size": 257,
-            "d_model": 24,
-            "num_layers": 3,
-            "attention.num_heads": 2,
-            "attention.d_head": 12,
-            "feed_forward.d_expert": 16,
-        }
-    ),
+    "dense": tiny_config("dense", {"vocab_size": 257}),
+    "halting": tiny_config("sut", {"vocab_size": 257, "num_layers": 3}),
     "few_experts": MODEL.changed(
         {
             "feed_forward.num_experts": 2,
@@ -134,28 +115,22 @@ def joined(ranks: list[Parts]) -> dict[str, Tensor]:
     return out
 
 
+OneRank = Callable[..., tuple]
+
+
 @pytest.fixture(scope="module")
-def on_one_rank(
-    data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], tuple]:
-    """Returns one rank's results, for every model and precision."""
-    found: dict[tuple[str, str], tuple] = {}
+def on_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> OneRank:
+    """Returns one rank's results, for any model and precision."""
 
-    class Lazy(dict):
-        def __missing__(self, key: tuple[str, str]) -> tuple:
-            model, precision = key
-            config = config_of(data, model, train__micro_batch=8, train__precision=precision)
-            self[key] = run_ranks(sgd_steps, 1, config, tmp_path_factory.mktemp(model))[0]
-            return self[key]
+    @cache
+    def results(model: str, precision: str = "float32") -> tuple:
+        config = config_of(data, model, train__micro_batch=8, train__precision=precision)
+        return run_ranks(sgd_steps, 1, config, tmp_path_factory.mktemp(model))[0]
 
-    return Lazy(found)
+    return results
 
 
-def compare(config: Config, world: int, run_dir: Path, expected: tuple, tolerance: float) -> None:
-    compare_found(run_ranks(sgd_steps, world, config, run_dir), expected, tolerance)
-
-
-def compare_found(results: list[tuple], expected: tuple, tolerance: float) -> None:
+def compare(results: list[tuple], expected: tuple, tolerance: float) -> None:
     for losses, validation, *_ in results:
         assert losses == pytest.approx(expected[0], rel=tolerance)
         assert validation == pytest.approx(expected[1], rel=tolerance)
@@ -175,36 +150,32 @@ def compare_found(results: list[tuple], expected: tuple, tolerance: float) -> No
     ],
 )
 def test_sharded_weights_make_the_same_steps(
-    world: int, mesh: dict, data: Path, tmp_path: Path, on_one_rank: dict
+    world: int, mesh: dict, data: Path, tmp_path: Path, on_one_rank: OneRank
 ) -> None:
     config = config_of(data, mesh=mesh | {"sharding": "fsdp"})
-    compare(config, world, tmp_path, on_one_rank["repeated", "float32"], 1e-5)
+    compare(run_ranks(sgd_steps, world, config, tmp_path), on_one_rank("repeated"), 1e-5)
 
 
 @pytest.mark.parametrize(
     "model", slow_but(["not_repeated", "dense", "halting", "few_experts"], "dense")
 )
 def test_every_kind_of_model_can_be_sharded(
-    model: str, data: Path, tmp_path: Path, on_one_rank: dict
+    model: str, data: Path, tmp_path: Path, on_one_rank: OneRank
 ) -> None:
     mesh = {"dp_shard": 4, "ep": 1 if model in ("dense", "few_experts") else 2}
-    config = config_of(
-        data,
-        model,
-        mesh=mesh | {"sharding": "fsdp"},
-    )
+    config = config_of(data, model, mesh=mesh | {"sharding": "fsdp"})
     # The gradient of SUT's routers is small beside its terms: another order of sums shows, sharded
     # or not.
-    compare(
-        config, 4, tmp_path, on_one_rank[model, "float32"], 1e-4 if model == "halting" else 1e-5
-    )
+    tolerance = 1e-4 if model == "halting" else 1e-5
+    compare(run_ranks(sgd_steps, 4, config, tmp_path), on_one_rank(model), tolerance)
 
 
 @pytest.mark.slow
-def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
+def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: OneRank) -> None:
     mesh = {"sharding": "fsdp", "ep": 2, "dp_shard": 4, "dispatcher": "alltoall"}
     config = config_of(data, mesh=mesh, train__precision="bfloat16")
-    compare(config, 4, tmp_path, on_one_rank["repeated", "bfloat16"], 3e-2)
+    expected = on_one_rank("repeated", "bfloat16")
+    compare(run_ranks(sgd_steps, 4, config, tmp_path), expected, 3e-2)
 
 
 def compiled_steps(config: Config, run_dir: Path) -> tuple:
@@ -228,12 +199,12 @@ def compiled_steps(config: Config, run_dir: Path) -> tuple:
     ],
 )
 def test_compiled_parts_read_sharded_weights(
-    model: str, mesh: dict, recompute: str, data: Path, tmp_path: Path, on_one_rank: dict
+    model: str, mesh: dict, recompute: str, data: Path, tmp_path: Path, on_one_rank: OneRank
 ) -> None:
     settings = {"train__compile": True, "train__recompute": recompute}
     config = config_of(data, model, mesh=mesh | {"sharding": "fsdp"}, **settings)
     results = run_ranks(compiled_steps, 2, config, tmp_path)
-    compare_found(results, on_one_rank[model, "float32"], 1e-5)
+    compare(results, on_one_rank(model), 1e-5)
     for *_, graphs, breaks in results:
         # Norm, attention, read-out; in training and in evaluation, with two sizes of batch.
         assert graphs in range(3, 10)

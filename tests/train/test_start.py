@@ -4,40 +4,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from parts import make_config
 from world import run_ranks
 
 from moebius.distributed.process import agreement
 from moebius.distributed.process.agreement import AgreementError
 from moebius.distributed.process.process import start_process
-from moebius.kernels.backend import KernelConfig
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import micro_batches
 from moebius.train import run as run_module
 from moebius.train.__main__ import main as rank_main
-from moebius.train.config.run_config import Config, ConfigError, MeshConfig, TrainConfig
+from moebius.train.config.run_config import Config, ConfigError, MeshConfig
 from moebius.train.run import assemble, check_generation
 
-MODEL = ModelConfig(
-    vocab_size=8000,
-    d_model=16,
-    num_layers=2,
-    layers_per_group=1,
-    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
-    feed_forward=ExpertsConfig(router=SigmoidConfig(top_k=2), num_experts=4, d_expert=8),
-)
+CONFIG = make_config(model__vocab_size=8000, mesh__ep=2, kernels__backend="segments")
 
 
 def assembled(run_dir: Path, difference: str) -> str:
     """Assembles a run in which rank 1 of 2 differs."""
-    config = Config(
-        model=MODEL,
-        train=TrainConfig(global_batch=8, micro_batch=2),
-        mesh=MeshConfig(ep=2),
-        kernels=KernelConfig(backend="segments"),
-    )
+    config = CONFIG
     with start_process("cpu", timeout_s=60) as process:
         if process.rank == 1:
             config = differ(config, difference)
@@ -78,6 +62,7 @@ def differ(config: Config, difference: str) -> Config:
 @pytest.mark.parametrize(
     ("difference", "told"),
     [
+        ("nothing", "assembled"),
         ("config", "config mesh.ep: 2 on rank 0; 1 on rank 1"),
         ("code", "0123456789abcdef on rank 1"),
         (
@@ -97,21 +82,14 @@ def test_a_rank_that_differs_ends_all_of_them_with_the_difference(
     assert told in first
 
 
-def test_ranks_that_agree_are_assembled(tmp_path: Path) -> None:
-    assert run_ranks(assembled, 2, tmp_path, "nothing") == ["assembled"] * 2
-
-
 def left_alone(run_dir: Path) -> str:
     """Rank 1 leaves the joined world; the other waits for it without a margin."""
     run_module._COMPARE_S = 0.1
-    config = Config(
-        model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2), mesh=MeshConfig(ep=2)
-    )
     with start_process("cpu", timeout_s=60) as process:
         if process.rank == 1:
             return "elsewhere"
         with pytest.raises(AgreementError) as error:
-            assemble(config, run_dir, process)
+            assemble(CONFIG, run_dir, process)
         return str(error.value)
 
 

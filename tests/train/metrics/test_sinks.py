@@ -8,7 +8,6 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,61 +81,6 @@ def test_tensorboard_that_is_reopened_after_a_failure_hides_nothing(tmp_path: Pa
 # Weights & Biases -------------------------------------------------------------------------------
 
 
-class FakeRun:
-    """Implements the part of W&B's run that we use."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.settings = settings
-        self.config = self
-        self.values: dict[str, Any] = {}
-        self.rows: list[dict[str, float]] = []
-        self.exit_code: int | None = None
-
-    def update(self, config: dict[str, Any], *, allow_val_change: bool) -> None:
-        assert allow_val_change
-        self.values |= config
-
-    def define_metric(self, name: str, *, step_metric: str | None = None) -> None:
-        assert step_metric == ("step" if name == "*" else None)
-
-    def log(self, row: dict[str, float]) -> None:
-        self.rows.append(row)
-
-    def finish(self, *, exit_code: int) -> None:
-        self.exit_code = exit_code
-
-
-def test_wandb_continues_one_run_and_gets_no_step_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs: list[FakeRun] = []
-
-    def init(**settings: Any) -> FakeRun:
-        runs.append(FakeRun(settings))
-        return runs[-1]
-
-    fake = SimpleNamespace(init=init, Settings=dict, teardown=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    sink = WandB(facts_of(tmp_path))
-    sink.write([line(1), line(2), line(3), Record("eval", 3, 0.0, {"loss": 1.25})])
-    sink.close("failed")
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    sink = WandB(facts_of(tmp_path))
-    sink.write([Record("start", 1, 0.0, {"generation": 2}), line(2), line(3), line(4)])
-    sink.close("finished")
-    first, second = runs
-    assert (first.settings["project"], second.settings["project"]) == ("moebius", "mine")
-    assert first.settings["id"] == second.settings["id"]
-    assert first.settings["settings"]["console"] == "off"
-    assert [row["step"] for row in first.rows] == [1, 2, 3, 3]
-    assert first.rows[-1] == {"loss/validation": 1.25, "step": 3}
-    assert second.rows[0] == {"run/generation": 2.0, "step": 1}
-    assert [row["step"] for row in second.rows] == [1, 4]
-    assert (first.exit_code, second.exit_code) == (1, 0)
-    assert first.values["train"]["steps"] == 9
-
-
 def stored_records(data: bytes) -> Iterator[bytes]:
     """Reads a .wandb file: LevelDB's log format, after seven bytes with the version.
 
@@ -155,28 +99,44 @@ def stored_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-@pytest.mark.slow
-def test_wandb_offline_writes_every_step_once(
+def test_wandb_continues_one_run_and_gets_no_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
     stored: Any = wandb_internal_pb2
-    for name, value in {"MODE": "offline", "API_KEY": "a" * 40, "CACHE_DIR": str(tmp_path)}.items():
+    variables = {"MODE": "offline", "API_KEY": "a" * 40, "CACHE_DIR": str(tmp_path)}
+    for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    for steps, state in (((1, 2, 3), "failed"), ((2, 3, 4), "finished")):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    start, evaluation = (
+        Record("start", 1, 0.0, {"generation": 2}),
+        Record("eval", 3, 0.0, {"loss": 1}),
+    )
+    for records, state in (
+        ([line(1), line(2), line(3), evaluation], "failed"),
+        ([start, line(2), line(3), line(4)], "finished"),
+    ):
         sink = WandB(facts_of(tmp_path))
-        sink.write([line(step) for step in steps])
+        sink.write(records)
         sink.close(state)
-    found: list[int] = []
+        monkeypatch.setenv("WANDB_PROJECT", "mine")
+    steps, runs, exits = [], [], []
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
-        for data in stored_records(file.read_bytes()):
-            for item in stored.Record.FromString(data).history.item:
-                if [item.key, *item.nested_key][-1] == "step":
-                    found.append(json.loads(item.value_json))
         assert b"a" * 40 not in file.read_bytes()
-    assert found == [1, 2, 3, 4]
+        for data in stored_records(file.read_bytes()):
+            record = stored.Record.FromString(data)
+            row = {"/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            steps += [row["step"]] if row else []
+            if record.HasField("run"):
+                runs.append((record.run.project, record.run.run_id))
+            if record.HasField("exit"):
+                exits.append(record.exit.exit_code)
+    assert steps == [1, 2, 3, 3, 1, 4]
+    assert len({run for _, run in runs}) == 1
+    assert [project for project, _ in runs] == ["moebius", "mine"]
+    assert exits == [1, 0]
 
 
 # MLflow -----------------------------------------------------------------------------------------
