@@ -27,12 +27,7 @@ class Constraints:
     recompute: str | None = None
 
 
-UNCONSTRAINED = Constraints()
-
-
-def rank_plans(
-    scenario: Scenario, nodes: int, constraints: Constraints = UNCONSTRAINED
-) -> list[Prediction]:
+def rank_plans(scenario: Scenario, nodes: int, constraints: Constraints) -> list[Prediction]:
     """Ranks every layout of `nodes` nodes by the whole world's tokens per second.
 
     Those that do not fit come last.
@@ -64,9 +59,7 @@ def _layouts(scenario: Scenario, world: int, constraints: Constraints) -> Iterat
                 yield LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, LOCAL)
 
 
-def best_way(
-    scenario: Scenario, layout: LayoutCandidate, constraints: Constraints = UNCONSTRAINED
-) -> Prediction:
+def best_way(scenario: Scenario, layout: LayoutCandidate, constraints: Constraints) -> Prediction:
     """Returns the prediction with the fastest dispatcher and the least recomputation that fits.
 
     If nothing fits, returns the one that needs the least memory.
@@ -78,10 +71,10 @@ def best_way(
             tried.append(predict(scenario, way))
             if tried[-1].fits:
                 break
-    fitting = [prediction for prediction in tried if prediction.fits]
+    fitting = [plan for plan in tried if plan.fits]
     if fitting:
         return min(fitting, key=_slowness)
-    return min(tried, key=lambda prediction: prediction.memory.total)
+    return min(tried, key=lambda plan: plan.memory.total)
 
 
 def _slowness(prediction: Prediction) -> tuple[float, float]:

@@ -46,8 +46,17 @@ class LayoutCandidate:
         )
 
 
+class Parts:
+    """Holds figures that add up."""
+
+    @property
+    def total(self) -> float:
+        """Returns the sum of all parts."""
+        return sum(vars(self).values())
+
+
 @dataclass(frozen=True)
-class Memory:
+class Memory(Parts):
     """Holds the peak bytes on the rank with the most rows."""
 
     weights: float  # copies or gathered weights, in the precision of the products
@@ -58,14 +67,9 @@ class Memory:
     routed: float  # received rows, their hidden rows, and send buffers
     logits: float
 
-    @property
-    def total(self) -> float:
-        """Returns the sum of all parts."""
-        return sum(vars(self).values())
-
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Parts):
     """Holds the seconds of a step by part, without what other parts hide."""
 
     compute: float
@@ -80,11 +84,6 @@ class StepTime:
     def device(self) -> float:
         """Returns the device's own seconds, which rank layouts that all wait for the host."""
         return self.total - self.host - self.straggler
-
-    @property
-    def total(self) -> float:
-        """Returns the sum of all parts."""
-        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

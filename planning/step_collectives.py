@@ -42,7 +42,7 @@ def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Co
                 calls * passes,
                 *_exchange_cost(scenario, candidate, make(bank, work.bytes_per_element)),
             )
-        if not knows_counts(bank, candidate):
+        if not _knows_counts(bank, candidate):
             yield Collective(
                 f"{bank.kind} counts",
                 "all_to_all",
@@ -54,7 +54,7 @@ def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Co
             )
 
 
-def knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
+def _knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
     """Tells whether ranks know in advance how many rows they exchange.
 
     They do if the router fixes the counts, or if `dedup` sends whole heads and every rank serves

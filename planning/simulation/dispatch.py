@@ -8,9 +8,9 @@ For every pass of every sparse layer:
      own experts. Traffic is counted. Outputs are compared with the single rank's up to rounding,
      because an expert's products have the rows of all ranks here, and one rank's alone there.
 
-The backward pass is not run; it sends the same rows in the opposite direction. Experts are views of
-one model's weights, so 256 ranks need no copies (but of bfloat16 weights). A rank and call take
-about 10 ms on one core, more with many rows.
+The backward pass is not run; it sends the same rows in the opposite direction. The ranks' copies of a
+layer's experts are as large as the layer. A rank and call take about 10 ms on one core, more with
+many rows.
 
 Legend: P ranks of the EP group, E experts, N routes, U source rows of width D, T target rows of width O.
 """
@@ -19,7 +19,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 import numpy as np
 import torch
@@ -156,18 +155,13 @@ def _run_rank(
 def experts_on_rank(
     experts: nn.Module, expert_map: ExpertMap, rank: int, dtype: torch.dtype
 ) -> nn.Module:
-    """Returns the experts that one rank holds, in the order of its slots.
-
-    Weights are views if the experts are adjacent and have this type, otherwise copies.
-    """
+    """Returns copies of the experts that one rank holds, in the order of its slots."""
     # An empty slot can hold any expert.
     held = [expert_map.expert_S[slot] or 0 for slot in expert_map.own_slots(rank)]
-    together = bool(held) and held == list(range(held[0], held[0] + len(held)))
-    index: Any = slice(held[0], held[-1] + 1) if together else torch.tensor(held, dtype=torch.int64)
     own = copy.copy(experts)
     own._parameters = dict(experts._parameters)
     for name, value in experts.named_parameters():
-        part = value.detach()[index].to(dtype if enters_a_product(name) else value.dtype)
+        part = value.detach()[held].to(dtype if enters_a_product(name) else value.dtype)
         own._parameters[name] = nn.Parameter(part, requires_grad=False)
     return own
 

@@ -3,8 +3,7 @@
 Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s.
 
 Only this module uses torch's private parts (`torch.testing._internal.distributed` and the thread
-isolation of its process groups). If a version of torch lacks them, it raises
-`SimulationUnavailable`, and the rest of the package works.
+isolation of its process groups). If a version of torch lacks them, only the simulation fails.
 
 `counting` counts the rows and bytes that a rank passes to collectives, by receiver. It measures
 what is sent, independently of the dispatchers' own counters. Threads share global state such as
@@ -36,10 +35,6 @@ BACKEND = "moebius_threads"
 _T = TypeVar("_T")
 _one_world = threading.Lock()  # torch keeps the threads' collectives in one table per process
 _this_rank = threading.local()  # `sent`: the `Sent` that counts, or None
-
-
-class SimulationUnavailable(ValueError):
-    """Reports that this torch lacks what simulated ranks need."""
 
 
 class RankFailed(RuntimeError):
@@ -82,8 +77,7 @@ def run_threads(fn: Callable[[int], _T], num_ranks: int, *, timeout_s: float = 3
     remaining ranks count as stuck.
 
     Raises:
-        SimulationUnavailable: this torch has no threaded process group.
-        ValueError: a rank raised it.
+        ValueError: a rank raised it, or this torch has no threaded process group.
         RankFailed: a rank raised, or ranks are stuck; the others are released.
     """
     group_class = _threaded_group()
@@ -171,7 +165,7 @@ def _threaded_group() -> Any:
     """Returns torch's threaded process group with counters, and registers it as a backend.
 
     Raises:
-        SimulationUnavailable: this torch lacks it.
+        ValueError: this torch lacks it.
     """
     try:
         from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -179,7 +173,7 @@ def _threaded_group() -> Any:
         base: Any = threaded.ProcessLocalGroup
         barrier: Any = threaded._store_based_barrier  # pyright: ignore[reportPrivateImportUsage]
     except (ImportError, AttributeError) as error:
-        raise SimulationUnavailable(
+        raise ValueError(
             f"torch {torch.__version__} has no threaded process group for simulated ranks "
             f"({error}); install a torch version from constraints.txt"
         ) from None

@@ -1,6 +1,5 @@
 """The benchmarks of expert layers measure what they say: right answers, counted bytes."""
 
-import gc
 import json
 import subprocess
 import sys
@@ -47,25 +46,6 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
         assert answer.error(expected) < 1e-5, contender.name
         ran.add(contender.name)
     assert {"grouped_mm", "ours: segments", "ours: reference"} <= ran
-
-
-def test_the_layer_benchmark_runs_from_settings_to_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_layer, "CPU_SETTINGS", (MLP, ATTENTION))
-    monkeypatch.setattr(expert_layer, "keep_freed_memory", lambda: False)  # of the whole process
-    command = f"x --threads 1 --rounds 2 --seconds 0 --out {tmp_path}"
-    monkeypatch.setattr(sys, "argv", command.split())
-    expert_layer.main()
-    gc.unfreeze()
-    entries = json.loads((tmp_path / "expert_layer_cpu.json").read_text())["entries"]
-    wanted = {"setting": "mlp", "dtype": "float32", "name": "ours: segments", "mode": "default"}
-    [segments] = [entry for entry in entries if entry.items() >= wanted.items()]
-    assert [(cell["threads"], cell["rounds"]) for cell in segments["cells"]] == [(1, 2)]
-    assert segments["error"] < 1e-5
-    assert segments["saved_bytes"] > 0
-    ceilings = [cell for e in entries if e["role"] == "ceiling" for cell in e["cells"]]
-    assert max(cell["of_ceiling"] for cell in ceilings) == 1
 
 
 TINY_STEP = """

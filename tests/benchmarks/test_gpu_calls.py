@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,32 @@ def test_a_part_that_hangs_or_fails_costs_the_others_nothing(
     assert "figure 1" in log.read_text()
     pid = int(child.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+BREAKING_TESTS = """
+import pytest
+from benchmarks.gpu import pytest_plugin
+pytest_plugins = ["benchmarks.gpu.pytest_plugin"]
+@pytest.mark.parametrize("number", range(4))
+def test_one(number):
+    assert not pytest_plugin.is_broken()
+    if number == 0:
+        pytest_plugin.is_broken = lambda: True
+        raise RuntimeError("CUDA error: an illegal memory access")
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_breaks_the_context_ends_its_worker_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_breaking.py").write_text(BREAKING_TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    words = ["-q", "-n", "1", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini")]
+    command = [sys.executable, "-m", "pytest", *words, str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=report.ROOT, capture_output=True, text=True, check=False
+    ).stdout
+    assert "CUDA error: an illegal memory access" in ended
+    assert "2 failed, 3 passed" in ended, ended  # the crash is reported too
 
 
 def test_findings_are_printed_before_the_next_can_hang(
@@ -210,6 +236,24 @@ def test_a_kill_leaves_what_was_measured_and_names_what_hung(tmp_path: Path) -> 
 # Steps --------------------------------------------------------------------------------------------
 
 CASE = step.Case("44m", "cpu", "float32", 1, 8, 1, 1, 2, False, 20.0)
+
+
+def test_a_side_runs_with_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(case: step.Case, side: str, way: step.Way, *_: object) -> Any:
+        if way.backend == "triton":
+            raise ERRORS["resources"]
+        return way
+
+    monkeypatch.setattr(step, "build", build)
+    monkeypatch.setattr(step, "timed_step", lambda *_: 0.5)
+    tried: list[dict[str, Any]] = []
+    case = replace(CASE, device="cuda")
+    bench = step.Bench(case, "moeut", None, tmp_path, tried, lambda: None)  # pyright: ignore
+    best = bench.best_run(step.Clock(60), 1.0)
+    assert best is not None
+    assert best[1].backend == "grouped_mm"
+    assert tried[0]["why_not"].startswith("OutOfResources")
+    assert "is_fatal" not in tried[0]
 
 
 DIES = """

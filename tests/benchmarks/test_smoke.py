@@ -1,6 +1,4 @@
-"""Every benchmark without a test file of its own runs on tiny sizes: what it measures may be noise
-then, but it is broken by nothing unnoticed.
-"""
+"""Benchmarks run on tiny sizes. Their figures are noise then, but nothing breaks unnoticed."""
 
 import importlib
 import itertools
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from world import run_ranks
 
 import benchmarks
-from benchmarks import dispatch, expert_parallel, gloo_table, overhead, recovery
+from benchmarks import dispatch, expert_parallel, gloo_table
 from benchmarks.startup import ROOT
 from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import start_process
@@ -95,21 +93,6 @@ def test_expert_parallel() -> None:
     assert expert_parallel.show(found, 4) == []  # nothing has EP on all of them
 
 
-def test_overheads_verdict() -> None:
-    mib = 2**20
-    watcher = overhead.MemoryWatcher(0.01)
-    watcher._samples = {
-        (1, "grows"): [(float(second), (8 + second) * mib) for second in range(8)],
-    }
-    grows = {"process": "grows", "pid": 1, "early_mib": 10.5, "late_mib": 14.5}
-    assert watcher.growth() == [grows]
-    met = {"ratio_median": 1.04, "data_wait_s_per_step": 0.0, "peak_pss_gib": 3.0}
-    grown = {"steps": 5, "growth": [{"early_mib": 10.0, "late_mib": 19.0}]}
-    assert overhead.print_report(met)
-    assert not overhead.print_report(met | {"ratio_median": 1.06})
-    assert not overhead.print_report(met | {"long_run": grown})
-
-
 STARTS = """
 import json, sys
 from pathlib import Path
@@ -126,13 +109,3 @@ def test_every_command_starts(tmp_path: Path) -> None:
     for name, start in json.loads(asked).items():
         assert 0 < start["processor_s"] < 60, name
         assert 5 < start["peak_mib"] < 100, name  # torch alone takes more
-
-
-def test_medians_of_recoveries_are_of_each_victim_and_each_phase() -> None:
-    phases = ({"detect": 1.0, "load": 0.5}, {"detect": 3.0, "load": 0.1}, {"detect": 2.0})
-    found = [recovery.Recovery("rank", 4.0 + own["detect"], own) for own in phases]
-    found.append(recovery.Recovery("node", 0.0, {}, "TimeoutError: no sign"))
-    figures = recovery.medians(found)
-    assert figures["rank"]["all_seconds"] == [5.0, 7.0, 6.0]
-    assert (figures["rank"]["seconds"], figures["rank"]["phases_s"]["detect"]) == (6.0, 2.0)
-    assert figures["node"] == {"runs": 0, "failures": ["TimeoutError: no sign"]}

