@@ -213,7 +213,7 @@ def read(config: DataConfig, folder: Path, rounds: int, *, steady: bool) -> list
         for store in stores:
             for batch in range(store.num_batches):
                 file.write(store.read(batch).tokens.tobytes())
-    num_rows = sum(store.num_tokens for store in stores) // SEQ_LEN // BATCH * BATCH
+    num_rows = sum(int(store.batch_starts[-1]) for store in stores) // SEQ_LEN // BATCH * BATCH
     fitted = config.model_copy(update={"packing": "best_fit"})
     ways: dict[str, Callable[[], int]] = {
         "memmap": lambda: through_memmap(flat, num_rows),
@@ -239,8 +239,6 @@ def read(config: DataConfig, folder: Path, rounds: int, *, steady: bool) -> list
                 began = time.process_time()
                 opened[name].read(num_rows)
                 found[name].steady_s.append(time.process_time() - began)
-    for one in opened.values():
-        one.close()
     return list(found.values())
 
 
@@ -307,7 +305,6 @@ def floor_of_fitted_rows(config: DataConfig) -> int:
                 row_starts = pieces.row_starts[::BATCH].tolist()
                 for here in pairwise([*row_starts, len(spans)]):
                     read += as_batches(spans[slice(*here)], window)
-    samples.close()
     return read
 
 
@@ -338,18 +335,14 @@ class OpenFolder:
     def read(self, num_rows: int) -> None:
         for first in range(0, num_rows, BATCH):
             self._samples.prepare(first, BATCH)
-            rows = self._samples.read(self._samples.refs_at(first, BATCH))
+            rows = self._samples.read(self._samples.order.refs_at(first, BATCH))
             assert rows.tokens.dtype == np.int64
-
-    def close(self) -> None:
-        self._samples.close()
 
 
 def in_order(config: DataConfig, num_rows: int) -> int:
     """Opens the folder and reads it once."""
     opened = OpenFolder(config)
     opened.read(num_rows)
-    opened.close()
     return num_rows * SEQ_LEN
 
 
@@ -360,9 +353,8 @@ def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
     for first in np.random.default_rng(0).integers(0, 10**6, count).tolist():
         began = time.process_time()
         samples.prepare(first, 1)
-        samples.read(samples.refs_at(first, 1))
+        samples.read(samples.order.refs_at(first, 1))
         times.append(1e3 * (time.process_time() - began))
-    samples.close()
     return {"median": statistics.median(times), "p90": float(np.quantile(times, 0.9))}
 
 
@@ -446,7 +438,7 @@ def many_shards(
 
 
 def num_train_tokens(config: DataConfig) -> int:
-    return sum(store.num_tokens for store in train_stores(config))
+    return sum(int(store.batch_starts[-1]) for store in train_stores(config))
 
 
 def opened_bytes(config: DataConfig, *, in_use: bool) -> tuple[int, int]:
@@ -465,13 +457,12 @@ def opened_bytes(config: DataConfig, *, in_use: bool) -> tuple[int, int]:
             samples.order.segment_order(number, 0, segment)
     for first in range(0, num_rows - BATCH, BATCH) if in_use else ():
         samples.prepare(first, BATCH)
-        samples.refs_at(first, BATCH)
+        samples.order.refs_at(first, BATCH)
     gc.collect()
     taken, _ = tracemalloc.get_traced_memory()
     of_arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
     traces = tracemalloc.take_snapshot().filter_traces([of_arrays]).traces
     tracemalloc.stop()
-    samples.close()
     arrays = sum(trace.size for trace in traces)
     return arrays, taken - arrays
 

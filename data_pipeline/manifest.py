@@ -142,14 +142,11 @@ class SealedSegment:
         packed = zstandard.ZstdCompressor().compress(segment.model_dump_json().encode())
         self._packed = bytes(memoryview(packed))  # the library over-allocates its result
 
-    def unpacked(self) -> Segment:
-        """Returns the segment as its manifest describes it."""
-        return Segment.model_validate_json(zstandard.ZstdDecompressor().decompress(self._packed))
-
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
         """Returns the shards of both splits; unpacks them at every call."""
-        return self.unpacked().shards
+        packed = zstandard.ZstdDecompressor().decompress(self._packed)
+        return Segment.model_validate_json(packed).shards
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
         """Returns the shards of one split, in stream order."""

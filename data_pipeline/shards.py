@@ -7,14 +7,13 @@ length, counts and CRC32 of every compressed batch message. `read.token_store` d
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 
-from .arrow_columns import bool_column, bytes_column, list_column, number_column, text_column
 from .data_config import FORMAT_VERSION
 from .manifest import ShardEntry, Split
 from .prepare_config import MAX_LABEL_BYTES
@@ -155,24 +154,22 @@ class ShardWriter:
 
 
 def _record_batch(documents: list[TokenDocument], schema: pa.Schema) -> pa.RecordBatch:
-    lengths = [len(document.tokens) for document in documents]
-    dtype = np.dtype(str(schema.field("tokens").type.value_type))
-    tokens = number_column(np.concatenate([document.tokens for document in documents]), dtype)
-    columns: dict[str, Callable[[], pa.Array]] = {
-        "tokens": lambda: list_column(lengths, tokens),
-        "doc_id": lambda: bytes_column([one.doc_id for one in documents], 16),
-        "n_bytes": lambda: _numbers([one.num_text_bytes for one in documents], pa.uint32()),
-        "source": lambda: text_column([_label(one.source) for one in documents]),
-        "source_row": lambda: _numbers([one.source_row for one in documents], pa.uint64()),
-        "loss_mask": lambda: list_column(lengths, bool_column(_learned(documents))),
-        "record_id": lambda: text_column([_label(one.record_id) for one in documents]),
+    columns: dict[str, Callable[[], Any]] = {
+        "tokens": lambda: np.concatenate([one.tokens for one in documents]),
+        "doc_id": lambda: [one.doc_id for one in documents],
+        "n_bytes": lambda: [one.num_text_bytes for one in documents],
+        "source": lambda: [_label(one.source) for one in documents],
+        "source_row": lambda: [one.source_row for one in documents],
+        "loss_mask": lambda: _learned(documents),
+        "record_id": lambda: [_label(one.record_id) for one in documents],
     }
-    return pa.RecordBatch.from_arrays([columns[name]() for name in schema.names], schema=schema)
-
-
-def _numbers(values: Sequence[int], arrow_type: pa.DataType) -> pa.Array:
-    dtype = np.dtype(str(arrow_type))
-    return number_column(np.array(values, dtype=dtype), dtype)
+    ends = pa.array(np.cumsum([0, *(len(one.tokens) for one in documents)]), type=pa.int32())
+    arrays = []
+    for field in schema:
+        values, is_list = columns[field.name](), pa.types.is_list(field.type)
+        array = pa.array(values, type=field.type.value_type if is_list else field.type)
+        arrays.append(pa.ListArray.from_arrays(ends, array) if is_list else array)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _learned(documents: list[TokenDocument]) -> np.ndarray:
@@ -193,7 +190,8 @@ def _label(text: str) -> bytes:
 def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
     columns = zip(*rows, strict=True) if rows else ((),) * len(INDEX_SCHEMA)
     arrays = [
-        _numbers(column, field.type) for column, field in zip(columns, INDEX_SCHEMA, strict=True)
+        pa.array(column, type=field.type)
+        for column, field in zip(columns, INDEX_SCHEMA, strict=True)
     ]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:

@@ -129,4 +129,3 @@ def _verify_store(
         except ShardError as error:
             yield str(error)
         on_bytes(sum(entry.num_bytes for entry in entries) // store.num_batches)
-    store.close()

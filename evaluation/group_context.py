@@ -14,7 +14,6 @@ Models that route every sequence by itself need no group context.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
@@ -40,10 +39,7 @@ def refuse_future_readers(model: Transformer, purpose: str) -> None:
 
 
 class GroupContextText:
-    """Draws stretches of a prepared folder's training text to accompany requests.
-
-    Use it as a context manager, or call `close`.
-    """
+    """Draws stretches of a prepared folder's training text to accompany requests."""
 
     def __init__(self, directory: str | Path, *, seq_len: int, seed: int = 0) -> None:
         """Opens the folder; stretches of `seq_len` tokens begin where training rows do.
@@ -74,16 +70,6 @@ class GroupContextText:
             reader.num_rows, count, replace=reader.num_rows < count
         )
         return torch.from_numpy(reader.read(rows).tokens[:, :length])
-
-    def close(self) -> None:
-        """Closes the files of the training text."""
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
 
 def drawn_group(

@@ -12,11 +12,9 @@ process, because it would gather results as pickled objects, which our ranks ref
 runs on several ranks.
 """
 
-import atexit
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +68,6 @@ class MoebiusLM(TemplateLM):
         max_batch_size: object = None,
     ) -> None:
         super().__init__()
-        self._open = ExitStack()
         if str(device).startswith("cuda") and not torch.cuda.is_available():
             # The harness passes "cuda" unless --device says otherwise.
             logger.warning("the harness requested %s, which is missing: scoring on the CPU", device)
@@ -82,12 +79,11 @@ class MoebiusLM(TemplateLM):
                 )
             restored = restore(Path(path), process, step=step)
         refuse_pairs(restored)
-        atexit.register(self._open.close)
         self._restored, self._seed = restored, seed
         self._device = process.device
         length = int(max_length or restored.config.data.seq_len)
         self._encoder = Encoder(tokenizer_of_run(restored), length)
-        self._scorer = open_scorer(restored, self._open, seed=seed)
+        self._scorer = open_scorer(restored, seed=seed)
 
     @property
     def eot_token_id(self) -> int:

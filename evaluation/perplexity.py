@@ -8,7 +8,6 @@ different tokenizers compare.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +132,7 @@ def measure_sliding(
         ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
             model reads later positions, or the data has a loss mask.
     """
-    with start_process("auto") as process, ExitStack() as stack:
+    with start_process("auto") as process:
         if process.world_size > 1:
             raise ValueError("--stride measures in one process: start it without torchrun")
         restored = restore(run_dir, process, step=step)
@@ -141,8 +140,8 @@ def measure_sliding(
         data = restored.config.data
         if not 1 <= stride <= data.seq_len:
             raise ValueError(f"--stride {stride} must be between 1 and data.seq_len={data.seq_len}")
-        reader = stack.enter_context(SplitReader(data.directory, split, seq_len=data.seq_len))
-        scorer = open_scorer(restored, stack)
+        reader = SplitReader(data.directory, split, seq_len=data.seq_len)
+        scorer = open_scorer(restored)
         tokenizer = tokenizer_of_run(restored)
         num_rows = min(reader.num_rows, max_rows or reader.num_rows)
         log_probability, tokens, num_bytes = 0.0, 0, 0

@@ -14,7 +14,6 @@ Legend: R rows of a batch, S tokens of the longest end, D width, N scored positi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,10 +206,8 @@ class Scorer:
         }
 
 
-def open_scorer(
-    restored: Restored, stack: ExitStack, process: Process | None = None, *, seed: int = 0
-) -> Scorer:
-    """Returns the scorer of a restored model; the stack closes what it opens.
+def open_scorer(restored: Restored, process: Process | None = None, *, seed: int = 0) -> Scorer:
+    """Returns the scorer of a restored model.
 
     Args:
         process: this rank, if several share the rows; None: a single one.
@@ -221,7 +218,6 @@ def open_scorer(
     if group_context_size(restored.model):
         data = restored.config.data
         text = GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
-        stack.enter_context(text)
     return Scorer(restored.model, text=text, rank=rank, num_ranks=num_ranks)
 
 

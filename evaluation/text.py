@@ -5,7 +5,6 @@ A model that routes sequences together needs a group context from its training t
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,8 +63,8 @@ def _group_context(restored: Restored, length: int, *, seed: int) -> torch.Tenso
     wanted, data = group_context_size(restored.model), restored.config.data
     if wanted == 0:
         return None
-    with GroupContextText(data.directory, seq_len=data.seq_len, seed=seed) as text:
-        return text.draw(wanted, max(length, 1))
+    text = GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
+    return text.draw(wanted, max(length, 1))
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,9 @@ def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) 
             f"scoring needs at least one token and one draw, got {len(tokens)} tokens, {draws} draws"
         )
     line = [tokenizer.end_of_document_id, *tokens][-(data.seq_len + 1) :]
-    with ExitStack() as stack:
-        scorer = open_scorer(restored, stack, seed=seed)
-        row = Row(tuple(line), len(line) - 1)
-        scores = [
-            scorer.score([[row]], draw=draw)[0][0]
-            for draw in range(draws if scorer.needs_draws else 1)
-        ]
+    scorer = open_scorer(restored, seed=seed)
+    row = Row(tuple(line), len(line) - 1)
+    scores = [
+        scorer.score([[row]], draw=draw)[0][0] for draw in range(draws if scorer.needs_draws else 1)
+    ]
     return ScoredText(restored.step, np.stack([score.log_probability_S for score in scores]))

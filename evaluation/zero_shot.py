@@ -7,7 +7,6 @@ items evenly over a task's file, so that every phenomenon of BLiMP keeps its sha
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,11 +136,11 @@ def measure_tasks(
     if per_item is not None and not per_item.absolute().parent.is_dir():
         raise TaskError(f"--per-item {per_item}: the folder {per_item.parent} does not exist")
     chosen = chosen_tasks(names, data)
-    with start_process("auto") as process, ExitStack() as stack:
+    with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, loops=loops)
         refuse_pairs(restored)
         encoder = _encoder(restored, context)
-        scorer = open_scorer(restored, stack, process, seed=seed)
+        scorer = open_scorer(restored, process, seed=seed)
         items = [read_items(name, task, data, encoder, limit) for name, task in chosen.items()]
         if too_long == "fail":
             refuse_too_long(items, encoder.context)

@@ -23,19 +23,16 @@ from .tasks import (
 )
 from .units import Unit
 
-_PARTS_BITS = 6
-
 
 class ExactIndex:
     """Holds a set of 128-bit hashes, 16 bytes each.
 
-    The first bits select a part, so that a merge copies little. A part is a list of sorted runs whose
-    sizes at least halve from one to the next: n insertions cost O(n log n), a look-up costs one binary
-    search per run.
+    It is a list of sorted runs whose sizes at least halve from one to the next: n insertions cost
+    O(n log n), a look-up costs one binary search per run.
     """
 
     def __init__(self) -> None:
-        self._parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(2**_PARTS_BITS)]
+        self._runs: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add(self, high: np.ndarray, low: np.ndarray) -> np.ndarray:
         """Adds hashes, uint64 [D] each; returns which were known, bool [D].
@@ -46,16 +43,9 @@ class ExactIndex:
         high, low = high[order], low[order]
         known = np.zeros(len(high), dtype=bool)
         known[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-        edges = np.arange(1, 2**_PARTS_BITS, dtype=np.uint64) << np.uint64(64 - _PARTS_BITS)
-        starts = [0, *np.searchsorted(high, edges).tolist(), len(high)]
-        for part, runs in enumerate(self._parts):
-            piece = slice(starts[part], starts[part + 1])
-            if piece.start == piece.stop:
-                continue
-            for run in runs:
-                known[piece] |= _contains(run, high[piece], low[piece])
-            fresh = ~known[piece]
-            _enter(runs, high[piece][fresh], low[piece][fresh])
+        for run in self._runs:
+            known |= _contains(run, high, low)
+        _enter(self._runs, high[~known], low[~known])
         result = np.empty_like(known)
         result[order] = known
         return result

@@ -29,7 +29,6 @@ import numpy as np
 import pyarrow as pa
 
 from ...plugins import some_of
-from ..arrow_columns import number_column
 from ..errors import InputError, ShardError
 from ..prepare_config import DecontaminateConfig
 from ..sources.lines import json_records
@@ -74,7 +73,7 @@ class EvaluationIndex:
         """Writes an Arrow file whose bytes depend only on the sets and n."""
         head = {"ngram_words": self.ngram_words, "sets": self.sets}
         schema = _SCHEMA.with_metadata({_HEAD: json.dumps(head)})
-        columns = [number_column(one, one.dtype) for one in (self.hashes_H, self.sets_H)]
+        columns = [pa.array(self.hashes_H), pa.array(self.sets_H)]
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 

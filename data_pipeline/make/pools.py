@@ -132,13 +132,7 @@ class LocalPool:
     """
 
     def __init__(self, num_workers: int):
-        """Starts no process; the first task that needs one does.
-
-        Raises:
-            DataError: `num_workers` is less than 1.
-        """
-        if num_workers < 1:
-            raise DataError(f"a pool of {num_workers} workers: it needs at least 1")
+        """Starts no process; the first task that needs one does."""
         self.capacity = num_workers
         self._idle: list[_Worker] = []
         self._busy: dict[int, _Worker] = {}  # by task number, in the order of submission
@@ -349,11 +343,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (InputError, TaskFailedError)):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def account(error: BaseException) -> str:
-    """Returns a failure's whole traceback, with its causes."""
-    return "".join(traceback.format_exception(error))
 
 
 def _advice(error: BaseException) -> str | None:

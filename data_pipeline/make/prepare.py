@@ -25,6 +25,7 @@ takes nearly all the time.
 
 import logging
 import os
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ from .choose import Chooser
 from .commit import Committer
 from .filters import set_up_rules
 from .kept import forget
-from .pools import ATTEMPTS, Failures, OnPoison, SerialPool, TaskPool, account, ended, reason
+from .pools import ATTEMPTS, Failures, OnPoison, SerialPool, TaskPool, ended, reason
 from .shuffle import gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
@@ -373,7 +374,8 @@ class _Preparation:
             source=unit.source, input=unit.label, error=reason(error)[:_MAX_REASON_CHARS]
         )
         self._quarantined[index] = entry = Quarantined(stage, split)
-        write_quarantined(self._folder, unit, entry, account(error))
+        account = "".join(traceback.format_exception(error))
+        write_quarantined(self._folder, unit, entry, account)
         self._meter.unit_done(unit, 0, is_own=False)
         news = f"{unit.label} is left out: {reason(error)}"
         self._show(self._meter.progress("quarantine", news=news))

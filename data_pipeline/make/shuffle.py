@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..arrow_columns import bools_of
 from ..atomic import atomic_write, read_record, write_record
 from ..errors import ShardError
 from ..manifest import SPLITS, ShardEntry, Split
 from ..prepare_config import PrepareConfig
-from ..read.token_store import crc32, decode_batch, decode_index
+from ..read.token_store import bools_of, crc32, decode_batch, decode_index
 from ..shards import ShardWriter, TokenDocument
 from .tasks import (
     ShardPair,

@@ -5,7 +5,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 from ..data_config import DataConfig
@@ -54,8 +53,7 @@ class BatchFetcher:
                     time.sleep(_PAUSE_S * 2**number)
                     return store.read(batch)
                 of_store = (store.source.name, store.segment, store.split, store.manifest)
-                with closing(TokenStore(folder, *of_store, check_sizes=False)) as copy:
-                    return copy.read(batch)
+                return TokenStore(folder, *of_store, check_sizes=False).read(batch)
             except ShardError as error:
                 logger.warning("%s", error)
         return None

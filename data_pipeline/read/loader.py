@@ -33,8 +33,7 @@ from .samples import OrderedSamples
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0  # how long `close` waits for a thread that is stuck in a read
-_SAY_AFTER_S = 10.0  # wait before the first warning; the interval doubles up to _SAY_EVERY_S
-_SAY_EVERY_S = 300.0
+_SAY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,12 @@ class Loader:
         poll_s: float = 1.0,
         continues: Mapping[str, Any] | None = None,
     ):
-        _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
+        if global_batch % (num_ranks * micro_batch):
+            raise DataError(
+                f"{global_batch=} is not a multiple of {num_ranks=} x {micro_batch=} = "
+                f"{num_ranks * micro_batch} sequences: each rank must get the same number of whole "
+                "micro-batches; change one of the three"
+            )
         self._fetch = open_fetcher(data)
         self.samples = OrderedSamples(data, self._fetch)
         """The order of all samples, and positions in it."""
@@ -110,8 +114,6 @@ class Loader:
         self.wait_s = 0.0
         """Seconds that `next()` has waited for data."""
         self._waiting_for = ""
-        self._waiting_since: float | None = None
-        self._say_after_s = _SAY_AFTER_S
         self._head: Batch | BaseException | None = None  # already taken from the queue
         self._error: BaseException | None = None
         self._closed = threading.Event()
@@ -139,37 +141,20 @@ class Loader:
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` for a batch or an error; returns whether `next()` has one.
 
-        Logs a warning at growing intervals while it waits.
+        Logs a warning every 30 s while it waits.
         """
-        if self._has_head:
-            return True
         began = time.perf_counter()
-        until = began + timeout_s
         try:
-            while self._head is None and (remaining := until - time.perf_counter()) > 0:
+            while not self._has_head and (waited := time.perf_counter() - began) < timeout_s:
                 try:
-                    self._head = self._queue.get(timeout=min(remaining, self._say_in_s()))
+                    self._head = self._queue.get(timeout=min(timeout_s - waited, _SAY_EVERY_S))
                 except queue.Empty:
-                    self._say_waiting()
+                    if timeout_s - waited >= _SAY_EVERY_S:
+                        reason = self.wait_reason or "reading"
+                        logger.warning("still waiting for data: %s", reason)
         finally:
             self.wait_s += time.perf_counter() - began
-        if self._head is None:
-            return False
-        self._waiting_since = None
-        return True
-
-    def _say_in_s(self) -> float:
-        """Returns the seconds until the next warning that a batch is late."""
-        if self._waiting_since is None:
-            self._waiting_since, self._say_after_s = time.perf_counter(), _SAY_AFTER_S
-        return max(0.0, self._waiting_since + self._say_after_s - time.perf_counter())
-
-    def _say_waiting(self) -> None:
-        if self._waiting_since is None or self._say_in_s() > 0:
-            return
-        seconds = time.perf_counter() - self._waiting_since
-        self._say_after_s += min(self._say_after_s, _SAY_EVERY_S)
-        logger.warning("waiting for data for %.0f s: %s", seconds, self.wait_reason or "reading")
+        return self._has_head
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         """Checks that a saved position belongs to this loader's order.
@@ -202,7 +187,7 @@ class Loader:
         raise self._error
 
     def close(self) -> None:
-        """Ends the thread, drops its batches and closes the files; may be called again.
+        """Ends the thread and drops its batches; may be called again.
 
         A thread that is stuck in a read is abandoned.
         """
@@ -210,8 +195,6 @@ class Loader:
         self._thread.join(timeout=_CLOSE_S)
         if self._thread.is_alive():
             logger.warning("abandoned the loader's thread, which is still %s", self.wait_reason)
-        else:
-            self.samples.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -259,7 +242,7 @@ class Loader:
             self._waiting_for = reason
             if not reason:
                 local = first_sample + self._local_start
-                return self.samples.refs_at(local, self._local_batch)
+                return self.samples.order.refs_at(local, self._local_batch)
             self._closed.wait(self._poll_s)
         return None
 
@@ -305,20 +288,12 @@ def validation_batches(
     stream may belong to one document, and one would reveal the continuation of another. Row m of
     group j is row j + m·(number of groups) of the pass; rows from its beginning fill the last group.
 
+    `batch_size` is a multiple of `sequences_per_group`.
+
     Raises:
-        DataError: the sizes do not fit.
         ShardError: the split is shorter than one row.
     """
-    if batch_size < 1 or not 0 <= rank < num_ranks or (max_rows is not None and max_rows < 1):
-        raise DataError(
-            f"validation needs {batch_size=} >= 1, 0 <= {rank=} < {num_ranks=}, {max_rows=} >= 1 "
-            "or None"
-        )
-    if sequences_per_group < 1 or batch_size % sequences_per_group:
-        raise DataError(
-            f"validation needs whole groups: {batch_size=} must be a multiple of "
-            f"{sequences_per_group=}"
-        )
+    assert batch_size % sequences_per_group == 0, "a group would be split between batches"
     reader = SplitReader(directory, split, seq_len=seq_len, document_ids=document_ids, fetch=fetch)
     reader.require_rows()
     count = min(max_rows or reader.num_rows, reader.num_rows)
@@ -345,32 +320,9 @@ def _padded_batches(
     rank: int,
     num_ranks: int,
 ) -> Iterator[ValidationBatch]:
-    with reader:
-        for first in range(0, len(rows), num_ranks * batch_size):
-            slots = first + rank * batch_size + np.arange(batch_size)
-            last = np.minimum(slots, len(rows) - 1)
-            found = reader.read(rows[last])
-            counted = valid[last] & (slots < len(rows))
-            yield ValidationBatch(found.tokens, counted, found.loss_mask, found.document_ids)
-
-
-def _check_layout(
-    global_batch: int, micro_batch: int, rank: int, num_ranks: int, start_sample: int, prefetch: int
-) -> None:
-    if not (
-        0 <= rank < num_ranks
-        and micro_batch >= 1
-        and global_batch >= 1
-        and start_sample >= 0
-        and prefetch >= 1
-    ):
-        raise DataError(
-            f"a loader needs 0 <= {rank=} < {num_ranks=}, {global_batch=} >= 1, {micro_batch=} >= 1, "
-            f"{start_sample=} >= 0 and {prefetch=} >= 1"
-        )
-    if global_batch % (num_ranks * micro_batch):
-        raise DataError(
-            f"{global_batch=} is not a multiple of {num_ranks=} x {micro_batch=} = "
-            f"{num_ranks * micro_batch} sequences: each rank must get the same number of whole "
-            "micro-batches; change one of the three"
-        )
+    for first in range(0, len(rows), num_ranks * batch_size):
+        slots = first + rank * batch_size + np.arange(batch_size)
+        last = np.minimum(slots, len(rows) - 1)
+        found = reader.read(rows[last])
+        counted = valid[last] & (slots < len(rows))
+        yield ValidationBatch(found.tokens, counted, found.loss_mask, found.document_ids)

@@ -134,10 +134,6 @@ class RowRefs:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, chosen: slice | np.ndarray) -> "RowRefs":
-        columns = (self.sources, self.epochs, self.segments, self.rows)
-        return RowRefs(*(column[chosen] for column in columns))
-
 
 class SampleOrder:
     """Maps the global sample numbers of a run to rows.

@@ -52,15 +52,14 @@ def peek_split(
     Raises:
         ShardError: the split has no row, or a record batch is damaged.
     """
-    with SplitReader(data.directory, split, seq_len=data.seq_len) as reader:
-        total = reader.num_rows
-        if total == 0:
-            raise ShardError(
-                f"the {split} split of {data.directory} has no row of {data.seq_len + 1} tokens"
-            )
-        count = min(count, total)
-        numbers = np.arange(count) * total // count
-        rows = reader.read(numbers)
+    reader = SplitReader(data.directory, split, seq_len=data.seq_len)
+    if (total := reader.num_rows) == 0:
+        raise ShardError(
+            f"the {split} split of {data.directory} has no row of {data.seq_len + 1} tokens"
+        )
+    count = min(count, total)
+    numbers = np.arange(count) * total // count
+    rows = reader.read(numbers)
     places = [f"{split} row {number:,} of {total:,}" for number in numbers.tolist()]
     return [_decoded(place, rows, n, tokenizer) for n, place in enumerate(places)]
 
@@ -72,15 +71,10 @@ def peek_samples(data: DataConfig, samples: range, tokenizer: Tokenizer) -> list
         DataError: a sample is damaged, or its segment is not sealed yet.
     """
     ordered = OrderedSamples(data, open_fetcher(data))
-    try:
-        if missing := ordered.prepare(samples.start, len(samples)):
-            raise DataError(
-                f"samples {samples.start} to {samples.stop - 1} cannot be read: {missing}"
-            )
-        refs = ordered.refs_at(samples.start, len(samples))
-        rows = ordered.read(refs)
-    finally:
-        ordered.close()
+    if missing := ordered.prepare(samples.start, len(samples)):
+        raise DataError(f"samples {samples.start} to {samples.stop - 1} cannot be read: {missing}")
+    refs = ordered.order.refs_at(samples.start, len(samples))
+    rows = ordered.read(refs)
     names = ordered.mixture.names
     columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
     places = [

@@ -15,7 +15,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 
@@ -107,10 +107,6 @@ class Prepared:
             document_ids=self.document_ids,
         )
 
-    def close(self) -> None:
-        """Closes the files; reading opens them again."""
-        self.reader.cache_clear()
-
     def _open(self, source: str, segment: int) -> ChunkReader:
         store = self._store(source, segment)
         plan = (
@@ -201,8 +197,7 @@ class SplitReader:
     """Reads rows of every source's first segment, numbered source after source.
 
     Rows are cut from the streams, S tokens apart, whatever the run's packing. First segments exist as
-    soon as a folder can be read, and are the whole split if it is small. Use it as a context manager,
-    or call `close`.
+    soon as a folder can be read, and are the whole split if it is small.
     """
 
     def __init__(
@@ -237,9 +232,8 @@ class SplitReader:
         self.num_tokens = sum(segment.num_tokens(split) for segment in first_segments)
 
     def require_rows(self) -> None:
-        """Closes the folder and raises ShardError if the split is shorter than one row."""
+        """Raises ShardError if the split is shorter than one row."""
         if self.num_rows < 1:
-            self.close()
             name = f"split {self._split!r} of {self.directory}"
             raise too_short(name, self.num_tokens, self.seq_len)
 
@@ -263,16 +257,6 @@ class SplitReader:
         sources = np.searchsorted(self._ends, rows, side="right")
         starts = np.concatenate([[0], self._ends[:-1]])
         return self._reader.read(sources, np.zeros_like(rows), rows - starts[sources])
-
-    def close(self) -> None:
-        """Closes the files; reading opens them again."""
-        self._prepared.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def check_names(manifest: DatasetManifest, data: DataConfig) -> None:

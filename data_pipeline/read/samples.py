@@ -22,7 +22,6 @@ from .packing import PLAN_VERSION
 from .rows import Prepared, RowReader, check_names, too_short
 
 _DIGEST_BITS = 31
-_ORDER_SAMPLES = 4096  # ordered at once: numpy takes hardly longer than for one
 
 
 class OrderedSamples:
@@ -55,8 +54,6 @@ class OrderedSamples:
         )
         self._reader = RowReader(self.prepared, self.mixture.names)
         self._content: dict[tuple[int, int], int] = {}
-        self._ordered: tuple[int, RowRefs | None] = (0, None)
-        self._checked_until = 0
         self._count_what_is_cheap()
         self._check_lengths()
 
@@ -70,9 +67,10 @@ class OrderedSamples:
             DataError: the sources are used up before.
             PreparationFailedError: the preparation that should make them has failed.
         """
-        while start + count > self._checked_until:
+        while True:
             try:
-                self._check(start, count)
+                self.order.check(start, count)
+                return ""
             except EndOfSourceError as missing:
                 if self._count_more(missing.source):
                     continue
@@ -81,7 +79,6 @@ class OrderedSamples:
                 segment = f"segment {self._counted[missing.source]} of source {missing.source!r}"
                 self._check_growth(missing.source, segment)
                 return f"{segment} is not sealed yet"
-        return ""
 
     def await_segments(self, position: Mapping[str, Any]) -> str:
         """Counts sealed segments until the folder has all that a position has read.
@@ -116,32 +113,6 @@ class OrderedSamples:
                 f"{segment} of {self.prepared.directory} will not come: its preparation has failed "
                 f"({reason}). All sealed data is used up: fix the cause and run the same command again"
             )
-
-    def _check(self, start: int, count: int) -> None:
-        """Checks that samples are available, and as many further ones as are, up to 4,096."""
-        for many in _ever_fewer(count):
-            try:
-                self.order.check(start, many)
-            except EndOfSourceError:
-                if many == count:
-                    raise
-            else:
-                self._checked_until = start + many
-                return
-
-    def refs_at(self, start: int, count: int) -> RowRefs:
-        """Returns the rows of prepared samples, cut from a longer stretch that is ordered once."""
-        first, refs = self._ordered
-        if refs is None or not first <= start <= start + count <= first + len(refs):
-            refs = self._ordered_at(start, count)
-            self._ordered = first, refs = start, refs
-        return refs[slice(start - first, start - first + count)]
-
-    def _ordered_at(self, start: int, count: int) -> RowRefs:
-        """Orders samples, and further ones that are available, at once."""
-        there = self._checked_until - start
-        many = next((many for many in _ever_fewer(count) if many <= there), count)
-        return self.order.refs_at(start, many)
 
     def read(self, refs: RowRefs) -> Rows:
         """Reads rows by their names.
@@ -205,10 +176,6 @@ class OrderedSamples:
             if rows.complete and rows.max_epochs and count > known:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
-
-    def close(self) -> None:
-        """Closes the files of the prepared data; reading opens them again."""
-        self.prepared.close()
 
     def _source_rows(self, name: str) -> SourceRows:
         segments = self.prepared.manifest.segments(name)
@@ -300,15 +267,6 @@ class OrderedSamples:
             "batch_tokens": manifest.header.batch_tokens,
             "segments": segments,
         }
-
-
-def _ever_fewer(count: int) -> Iterator[int]:
-    """Yields sample counts to try at once: from 4,096 down to `count`."""
-    many = _ORDER_SAMPLES
-    while many > count:
-        yield many
-        many //= 2
-    yield count
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

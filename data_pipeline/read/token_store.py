@@ -20,17 +20,15 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ..arrow_columns import bools_of
 from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import ShardError
-from ..manifest import DatasetManifest, ShardEntry, Split, read_manifest, shard_name
+from ..manifest import DatasetManifest, ShardEntry, read_manifest
 
 try:  # 25 GB/s on one core, where Python's own zlib makes 1 to 4; both give the same number
     from zlib_ng.zlib_ng import crc32
@@ -51,8 +49,6 @@ INDEX_SCHEMA = pa.schema(
 )
 _INDEX_ROW_BYTES = 64  # 32 in the file, padded
 _INDEX_SLACK_BYTES = 4096
-_OPEN_FILES = 128
-_KEPT_OF_INDEX = np.dtype([("offset", "<i8"), ("length", "<u4"), ("crc32", "<u4")])
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
 
 
@@ -153,22 +149,18 @@ class TokenStore:
             )
         self._sealed = segments[segment]
         entries = self.entries
-        self._shard_numbers = np.array([entry.number for entry in entries], dtype=np.int64)
         self._schema = shard_schema(
             self.manifest.header.tokenizer.vocab_size,
             has_loss_mask=self.source.has_loss_mask,
             has_record_id=self.source.has_record_id,
         )
         self._columns = ["tokens", *["loss_mask"] * self.source.has_loss_mask]
-        self._opened = lru_cache(_OPEN_FILES)(_Handle)
         for entry in entries if check_sizes else ():
             _check_size(self.directory / entry.name, entry.num_bytes)
         indices = [self._read_index(entry) for entry in entries]
         whole = {name: _joined([one[name] for one in indices]) for name in INDEX_SCHEMA.names}
-        # An open store keeps 32 bytes per record batch.
-        self._index = np.empty(len(whole["offset"]), dtype=_KEPT_OF_INDEX)
-        for name in ("offset", "length", "crc32"):
-            self._index[name] = whole[name]
+        self._index = {name: whole[name] for name in ("offset", "length", "crc32")}
+        self._paths = [self.directory / entry.name for entry in entries]
         self._first_batches = np.cumsum([0, *(len(one["offset"]) for one in indices)])
         self.batch_starts = np.concatenate([[0], np.cumsum(whole["n_tokens"])])
         """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
@@ -184,11 +176,6 @@ class TokenStore:
     def num_batches(self) -> int:
         """Returns the number of record batches."""
         return len(self.batch_starts) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Returns the number of tokens, ends of documents included."""
-        return int(self.batch_starts[-1])
 
     def read(self, batch: int) -> TokenBatch:
         """Returns the tokens of one record batch with their documents' ends and loss mask.
@@ -228,16 +215,12 @@ class TokenStore:
             raise ValueError(f"token {largest} of a vocabulary of {vocab_size}")
         return TokenBatch(tokens, ends[1:], None if masks is None else bools_of(masks.values))
 
-    def close(self) -> None:
-        """Closes the shards' files; reading opens them again."""
-        self._opened.cache_clear()
-
     def _fetch(self, batch: int) -> bytes:
         """Returns the bytes of a record batch after checking their CRC."""
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
         try:
-            handle = self._opened(self._path_of(batch))
-            message = os.pread(handle.number, length, offset)
+            with open(self._paths[self._shard_of(batch)], "rb") as file:
+                message = os.pread(file.fileno(), length, offset)
         except OSError as error:
             raise ShardError(
                 f"{self._place_of(batch)}: cannot be read ({error.strerror}); {_RESTORE}"
@@ -255,20 +238,16 @@ class TokenStore:
             )
         return message
 
-    def _place_of_shard(self, batch: int) -> int:
-        """Returns the index, among this split's shards, of a record batch's shard."""
+    def _shard_of(self, batch: int) -> int:
+        """Returns the number, among this split's shards, of a record batch's shard."""
         return int(np.searchsorted(self._first_batches, batch, side="right")) - 1
-
-    def _path_of(self, batch: int) -> str:
-        number = int(self._shard_numbers[self._place_of_shard(batch)])
-        name = shard_name(self.source.name, cast("Split", self.split), number)
-        return f"{self.directory}/{name}"
 
     def _place_of(self, batch: int) -> str:
         """Describes where a record batch lies: file, batch and bytes."""
+        shard = self._shard_of(batch)
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
-        local_batch = batch - int(self._first_batches[self._place_of_shard(batch)])
-        return f"{self._path_of(batch)}, record batch {local_batch} (bytes {offset} to {offset + length})"
+        local_batch = batch - int(self._first_batches[shard])
+        return f"{self._paths[shard]}, record batch {local_batch} (bytes {offset} to {offset + length})"
 
     def _read_index(self, entry: ShardEntry) -> dict[str, np.ndarray]:
         path = self.directory / entry.index_name
@@ -284,17 +263,6 @@ class TokenStore:
         except ValueError as error:
             raise ShardError(f"{path} does not fit its shard ({error}): {_RESTORE}") from error
         return index
-
-
-class _Handle:
-    """Holds an open file, and closes it when its last reader releases it."""
-
-    def __init__(self, path: str):
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -338,6 +306,11 @@ def decode_batch(
     except (pa.ArrowException, OSError, StopIteration) as error:
         raise ValueError(f"it is no record batch ({error})") from error
     return batch
+
+
+def bools_of(column: pa.BooleanArray) -> np.ndarray:
+    """Returns the booleans of a column, without pandas, which `to_numpy` would import."""
+    return np.from_dlpack(column.cast(pa.uint8())).view(bool)
 
 
 def decode_index(data: bytes) -> dict[str, np.ndarray]:

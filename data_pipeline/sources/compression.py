@@ -5,12 +5,10 @@ yields small pieces; `lines` bounds how much of them is kept. A truncated file i
 libraries' own readers hide.
 """
 
-import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import IO, Any
 
@@ -23,9 +21,6 @@ CHUNK_BYTES = 2**20
 
 _COMPRESSION_RATIO = 4  # of text, approximately
 _MAX_WINDOW_BYTES = 2**31  # `zstd --long=31`, its maximum
-_MAX_HEAD_BYTES = 18  # of a zstd frame
-_USUAL_WINDOW_BYTES = 2**27  # what `zstd` itself reads unasked
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,8 +113,6 @@ def unpacked_chunks(file: IO[bytes], url: str, kind: str = "") -> Iterator[bytes
     codec = next(codec for suffix, codec in _CODECS.items() if name.endswith(suffix))
     stream, is_first, pending = codec.start(), True, False
     for piece in _pieces(file, codec.piece_bytes):
-        if is_first and codec is _ZSTD:
-            _say_window(url, piece[:_MAX_HEAD_BYTES])
         while piece := piece if pending or is_first else piece.lstrip(b"\0"):
             try:
                 text = stream.decompress(piece)
@@ -141,16 +134,6 @@ def unpacked_chunks(file: IO[bytes], url: str, kind: str = "") -> Iterator[bytes
         raise InputError(
             f"{url} ends in the middle of a {codec.name} {codec.part}: it is truncated; fetch it again"
         )
-
-
-@cache
-def _say_window(url: str, head: bytes) -> None:
-    try:
-        size = zstandard.get_frame_parameters(head).window_size
-    except zstandard.ZstdError:  # which decompressing will explain
-        return
-    if _USUAL_WINDOW_BYTES < size <= _MAX_WINDOW_BYTES:
-        logger.warning("%s: reading takes %d MiB of memory (zstd --long)", url, size >> 20)
 
 
 def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:

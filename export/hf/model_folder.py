@@ -92,8 +92,8 @@ def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
     """Returns texts of the run's validation split, if available."""
     data = config.data
     try:
-        with SplitReader(data.directory, "validation", seq_len=data.seq_len) as reader:
-            rows = reader.read(np.arange(min(_SAMPLE_ROWS, reader.num_rows))).tokens
+        reader = SplitReader(data.directory, "validation", seq_len=data.seq_len)
+        rows = reader.read(np.arange(min(_SAMPLE_ROWS, reader.num_rows))).tokens
     except (ShardError, DataError, OSError):
         return []
     return [tokenizer.decode(row) for row in rows]

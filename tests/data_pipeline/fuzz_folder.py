@@ -51,10 +51,7 @@ def read_everything(folder: Path) -> Content:
         for segment in range(len(manifest.segments(source.name))):
             for split in ("train", "validation"):
                 store = TokenStore(folder, source.name, segment, split, manifest)
-                try:
-                    found |= dict(_read(store))
-                finally:
-                    store.close()
+                found |= dict(_read(store))
     return found
 
 

@@ -91,4 +91,3 @@ def test_each_of_a_thousand_flipped_bits_is_found(intact, tmp_path):
                 data[place] ^= bit
             path.write_bytes(data)
             verify_shard(folder, entry)
-        store.close()

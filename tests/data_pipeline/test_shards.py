@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.manifest import ShardEntry, read_manifest
-from moebius.data_pipeline.read.token_store import TokenStore, shard_schema, verify_shard
+from moebius.data_pipeline.manifest import ShardEntry
+from moebius.data_pipeline.read.token_store import TokenStore, shard_schema
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument
 
 
@@ -87,19 +87,7 @@ def test_the_index_addresses_batches_that_decode_alone(prepared):
         assert tokens.dtype == np.uint16
         assert tokens.tolist() == batches[n]["tokens"].flatten().to_pylist()
         assert len(tokens) == store.batch_starts[n + 1] - store.batch_starts[n]
-    assert store.num_tokens == store.manifest.num_tokens("train")
-
-
-def test_a_flipped_byte_in_an_index_is_found_on_opening_and_on_verification(copy):
-    entry = read_manifest(copy).of("train")[1]
-    path = copy / entry.index_name
-    intact = path.read_bytes()
-    for position in range(0, len(intact), len(intact) // 50):
-        path.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
-        with pytest.raises(ShardError, match=r"text.train-00001.idx.arrow is damaged"):
-            TokenStore(copy, "text", 0, "train")
-        with pytest.raises(ShardError, match=r"idx.arrow has blake2b .* the manifest says"):
-            verify_shard(copy, entry)
+    assert int(store.batch_starts[-1]) == store.manifest.num_tokens("train")
 
 
 def test_a_truncated_shard_is_found_on_opening(copy):

@@ -62,26 +62,24 @@ def make(kind: str) -> Transformer:
 
 def test_a_group_context_is_different_rows_of_the_training_text(mixture_folder: Path) -> None:
     stream = tokens_of(mixture_folder)
-    with GroupContextText(mixture_folder, seq_len=40, seed=5) as text:
-        drawn = text.draw(31, 41, key=(2, 0))
-        starts = []
-        for row in drawn.tolist():
-            places = [
-                p for p in range(0, len(stream) - 40, 40) if stream[p : p + 41].tolist() == row
-            ]
-            assert len(places) == 1
-            starts += places
-        assert len(set(starts)) == 31
-        assert text.draw(31, 9, key=(2, 0)).equal(drawn[:, :9])
-        assert drawn.equal(text.draw(31, 41, key=(2, 0)))
-        assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
-        assert text.draw(3, 100).shape == (3, 100)  # longer than a training row
-        with pytest.raises(
-            ValueError, match=r"training tokens are too few for a group context of 1000000 tokens"
-        ):
-            text.draw(1, 10**6)
-    with GroupContextText(mixture_folder, seq_len=40, seed=6) as other:
-        assert not drawn.equal(other.draw(31, 41, key=(2, 0)))
+    text = GroupContextText(mixture_folder, seq_len=40, seed=5)
+    drawn = text.draw(31, 41, key=(2, 0))
+    starts = []
+    for row in drawn.tolist():
+        places = [p for p in range(0, len(stream) - 40, 40) if stream[p : p + 41].tolist() == row]
+        assert len(places) == 1
+        starts += places
+    assert len(set(starts)) == 31
+    assert text.draw(31, 9, key=(2, 0)).equal(drawn[:, :9])
+    assert drawn.equal(text.draw(31, 41, key=(2, 0)))
+    assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
+    assert text.draw(3, 100).shape == (3, 100)  # longer than a training row
+    with pytest.raises(
+        ValueError, match=r"training tokens are too few for a group context of 1000000 tokens"
+    ):
+        text.draw(1, 10**6)
+    other = GroupContextText(mixture_folder, seq_len=40, seed=6)
+    assert not drawn.equal(other.draw(31, 41, key=(2, 0)))
 
 
 def test_the_request_stands_in_any_row() -> None:
@@ -100,9 +98,9 @@ def test_written_tokens_are_those_of_the_full_pass_beside_the_same_text(
     kind: str, mixture_folder: Path
 ) -> None:
     model, tokens = make(kind), [116, 104, 101]
-    with GroupContextText(mixture_folder, seq_len=CONTEXT, seed=1) as text:
-        context = text.draw(group_context_size(model), 3 + 12 - 1)
-        others = text.draw(group_context_size(model), 3 + 12 - 1, key=(1,))
+    text = GroupContextText(mixture_folder, seq_len=CONTEXT, seed=1)
+    context = text.draw(group_context_size(model), 3 + 12 - 1)
+    others = text.draw(group_context_size(model), 3 + 12 - 1, key=(1,))
     for token in generate(
         model, torch.tensor(tokens), num_tokens=12, temperature=0, seed=4, context_MS=context
     ):

@@ -19,8 +19,8 @@ S = 64  # of the run
 
 def stream_of(run_dir, rows: int) -> np.ndarray:
     folder = Config.load(run_dir / "config.json").data.directory
-    with SplitReader(folder, "validation", seq_len=S) as reader:
-        found = reader.read(np.arange(rows)).tokens
+    reader = SplitReader(folder, "validation", seq_len=S)
+    found = reader.read(np.arange(rows)).tokens
     assert (found[1:, 0] == found[:-1, -1]).all()
     return np.concatenate([found[:, :-1].ravel(), found[-1, -1:]])
 
@@ -54,10 +54,10 @@ def test_windows_that_do_not_overlap_are_those_of_training(bytes_run):
 def test_windows_do_not_reach_over_sources(tmp_path):
     folder = MadeFolder(tmp_path, ("a", "b"))
     folder.seal("a", documents(0, 3), documents(1, 30)).seal("b", documents(2, 3), documents(3, 40))
-    with SplitReader(folder.complete().folder, "validation", seq_len=16) as reader:
-        first, second = reader.streams
-        assert (first.start, second.stop) == (0, reader.num_rows)
-        rows = reader.read(np.arange(reader.num_rows)).tokens
+    reader = SplitReader(folder.complete().folder, "validation", seq_len=16)
+    first, second = reader.streams
+    assert (first.start, second.stop) == (0, reader.num_rows)
+    rows = reader.read(np.arange(reader.num_rows)).tokens
     assert first.stop == second.start
     for stream in (first, second):
         assert (

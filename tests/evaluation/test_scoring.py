@@ -132,22 +132,22 @@ def test_a_mixture_is_asked_beside_a_group_of_its_own(mixture_folder: Path) -> N
     changes = {"feed_forward.router.sequences_per_group": 4, "vocab_size": 257}
     model = make_uneven(tiny_model("mixture_of_tokens", changes, dtype=torch.float64)).eval()
     families = [[Row((1, 2, 3, 4), 2), Row((1, 2, 9, 9, 9), 3)], [Row((5, 6, 7), 1)]]
-    with GroupContextText(mixture_folder, seq_len=16, seed=3) as text:
-        scorer = Scorer(model, text=text)
-        assert scorer.needs_draws
-        first, second = scorer.score(families), scorer.score(families, draw=1)
-        again = scorer.score(families)
-        for f, family in enumerate(families):
-            for r, row in enumerate(family):
-                request = torch.tensor(row.tokens[:-1])
-                group, place = drawn_group(model, request, text, key=(f, r, 1))
-                with torch.no_grad():
-                    log_p = model(group).logits_BSV[place].double().log_softmax(-1)
-                total = sum(
-                    log_p[s, row.tokens[s + 1]].item()
-                    for s in range(len(row.tokens) - 1 - row.num_scored, len(row.tokens) - 1)
-                )
-                assert second[f][r].total() == pytest.approx(total, abs=1e-10)
-                assert first[f][r].total() == again[f][r].total() != second[f][r].total()
+    text = GroupContextText(mixture_folder, seq_len=16, seed=3)
+    scorer = Scorer(model, text=text)
+    assert scorer.needs_draws
+    first, second = scorer.score(families), scorer.score(families, draw=1)
+    again = scorer.score(families)
+    for f, family in enumerate(families):
+        for r, row in enumerate(family):
+            request = torch.tensor(row.tokens[:-1])
+            group, place = drawn_group(model, request, text, key=(f, r, 1))
+            with torch.no_grad():
+                log_p = model(group).logits_BSV[place].double().log_softmax(-1)
+            total = sum(
+                log_p[s, row.tokens[s + 1]].item()
+                for s in range(len(row.tokens) - 1 - row.num_scored, len(row.tokens) - 1)
+            )
+            assert second[f][r].total() == pytest.approx(total, abs=1e-10)
+            assert first[f][r].total() == again[f][r].total() != second[f][r].total()
     with pytest.raises(ValueError, match="needs a group context of 3 sequences"):
         Scorer(model).score(families)

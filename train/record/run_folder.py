@@ -110,8 +110,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         order = None if data.override_position else position
         with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
             loader.samples.check_enough(train.steps * batch)
-        with SplitReader(data.directory, "validation", seq_len=data.seq_len) as reader:
-            reader.require_rows()
+        SplitReader(data.directory, "validation", seq_len=data.seq_len).require_rows()
 
 
 def end_is_asked(run_dir: Path) -> bool:

@@ -36,7 +36,7 @@ def test_what_was_there_before_is_known(batches):
             expected.append(one in seen)
             seen.add(one)
         assert found == expected
-    assert sum(len(high) for runs in index._parts for high, _ in runs) == len(seen)
+    assert sum(len(high) for high, _ in index._runs) == len(seen)
 
 
 def unit(source: str = "text", number: int = 0, role: Role = "both") -> Unit:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from poison import keep_what_does_no_harm
 
-from moebius.data_pipeline.errors import DataError, InputError
+from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import (
     LocalPool,
     SerialPool,
@@ -136,11 +136,6 @@ def test_a_task_may_start_processes():
     with LocalPool(1) as pool:
         number = pool.submit(_with_a_process_of_its_own, 3)
         assert pool.wait() == (number, 3)
-
-
-def test_a_pool_of_nobody_is_refused():
-    with pytest.raises(DataError, match="a pool of 0 workers: it needs at least 1"):
-        LocalPool(0)
 
 
 _PROGRAM = """

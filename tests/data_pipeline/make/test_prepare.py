@@ -9,7 +9,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from token_stream import documents_of, tokens_of
 
 from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.errors import InputError, PrepareError
-from moebius.data_pipeline.make import vocabulary
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import look_ahead, prepare
 from moebius.data_pipeline.make.units import PrepareProgress
@@ -153,21 +151,6 @@ def test_the_tokenizer_sees_train_text_only(tmp_path):
     assert "xpert" in (tmp_path / "d" / "tokenizer.json").read_text()
 
 
-def test_the_tokenizer_is_trained_on_a_sample(config, tmp_path, monkeypatch):
-    sizes = []
-
-    def spying(function, item):
-        if function.__name__ == "train_task":
-            samples = item.directory.rglob("*.sample.jsonl")
-            lines = [line for path in samples for line in path.read_text().splitlines()]
-            sizes.append(sum(len(json.loads(line).encode()) for line in lines))
-
-    pool = Meddling(spying)
-    monkeypatch.setattr(vocabulary, "SAMPLE_BYTES", 5000)
-    prepare(config, tmp_path / "d", pool=pool)
-    assert 5000 <= sizes[0] < 5000 + 3 * 1500  # at most one more document per file
-
-
 def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_path):
     prepare(config.model_copy(update={"split_bytes": 4000}), tmp_path / "d")
     assert len(read_manifest(tmp_path / "d").of("train")) > 3
@@ -199,21 +182,6 @@ class Last(SerialPool):
         return number, pickle.loads(pickle.dumps(result))
 
 
-class TwiceAtOnce(SerialPool):
-    """Runs each task in two threads at once."""
-
-    capacity = 4
-
-    def submit(self, function, item, /):
-        def twice(item):
-            with ThreadPoolExecutor(2) as threads:
-                one, other = threads.map(function, [item, item])
-            assert one == other
-            return one
-
-        return super().submit(twice, item)
-
-
 def _each_twice(function, item):
     """Acts like a cluster that believes a worker dead and repeats its task."""
     function(item)
@@ -221,8 +189,8 @@ def _each_twice(function, item):
 
 @pytest.mark.parametrize(
     "pool",
-    [Last(), Meddling(_each_twice), TwiceAtOnce()],
-    ids=["last first", "each twice", "each twice at once"],
+    [Last(), Meddling(_each_twice)],
+    ids=["last first", "each twice"],
 )
 def test_any_pool_gives_the_same_bytes(config, prepared, tmp_path, pool):
     assert prepare(config, tmp_path / "d", pool=pool) == read_manifest(prepared)

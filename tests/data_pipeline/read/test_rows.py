@@ -1,5 +1,7 @@
 """Rows of both packings, with loss masks and document ids, compared with a slow reading."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -155,34 +157,32 @@ def test_rows_of_more_chunks_than_are_kept_are_the_same(folder, monkeypatch):
 
 def test_a_split_is_the_first_segments_of_all_sources(folder):
     for split, kept in (("validation", folder.validation), ("train", folder.documents)):
-        with SplitReader(folder.folder, split, seq_len=S, document_ids=True) as reader:
-            expected = []
-            for source in ("plain", "asked"):
-                stream = [token for one in kept[source][0] for token in one.tokens]
-                expected += [
-                    stream[S * row : S * row + S + 1] for row in range((len(stream) - 1) // S)
-                ]
-            assert reader.num_rows == len(expected)
-            rows = reader.read(np.arange(len(expected))[::-1])
-            assert rows.tokens[::-1].tolist() == expected
-            assert rows.loss_mask is not None
-            assert rows.document_ids is not None
-            assert reader.num_tokens == sum(
-                len(one.tokens) for source in kept for one in kept[source][0]
-            )
+        reader = SplitReader(folder.folder, split, seq_len=S, document_ids=True)
+        expected = []
+        for source in ("plain", "asked"):
+            stream = [token for one in kept[source][0] for token in one.tokens]
+            expected += [stream[S * row : S * row + S + 1] for row in range((len(stream) - 1) // S)]
+        assert reader.num_rows == len(expected)
+        rows = reader.read(np.arange(len(expected))[::-1])
+        assert rows.tokens[::-1].tolist() == expected
+        assert rows.loss_mask is not None
+        assert rows.document_ids is not None
+        assert reader.num_tokens == sum(
+            len(one.tokens) for source in kept for one in kept[source][0]
+        )
 
 
 def test_a_folder_that_grows_can_be_validated_on_from_its_first_segments_on(tmp_path):
     made = MadeFolder(tmp_path / "d", ("a", "b"))
-    with SplitReader(made.folder, "validation", seq_len=S) as reader:
-        assert reader.num_rows == 0
+    reader = SplitReader(made.folder, "validation", seq_len=S)
+    assert reader.num_rows == 0
     made.seal("a", documents(0, 20), documents(1, 20))
-    with SplitReader(made.folder, "validation", seq_len=S) as reader:
-        rows = reader.num_rows
-        assert rows > 5
+    reader = SplitReader(made.folder, "validation", seq_len=S)
+    rows = reader.num_rows
+    assert rows > 5
     made.seal("a", documents(2, 20), documents(3, 20))
-    with SplitReader(made.folder, "validation", seq_len=S) as reader:
-        assert reader.num_rows == rows
+    reader = SplitReader(made.folder, "validation", seq_len=S)
+    assert reader.num_rows == rows
 
 
 # ---- faults
@@ -197,3 +197,23 @@ def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path):
     write_record(path, plan)
     with pytest.raises(ShardError, match=r"segment 0 of source 'plain' does not fit it: delete"):
         _read(made, "plain", 0, packing="best_fit")
+
+
+_WITHOUT_PANDAS = """\
+import sys
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.read.loader import Loader
+
+data = DataConfig(directory=sys.argv[1], seq_len=4, packing="best_fit")
+with Loader(data, global_batch=1, micro_batch=1) as loader:
+    next(loader)
+assert "numpy" in sys.modules
+assert "pandas" not in sys.modules
+"""
+
+
+def test_reading_imports_no_pandas(folder):
+    """It would delay the start of every rank by half a second."""
+    command = [sys.executable, "-c", _WITHOUT_PANDAS, str(folder.folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr

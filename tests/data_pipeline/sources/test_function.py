@@ -5,7 +5,6 @@ error.
 import pytest
 from meddling import files_of
 from small_corpus import documents_by_split
-from token_stream import documents_of
 
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool
@@ -177,15 +176,6 @@ def test_a_function_that_gives_something_else_each_time(tmp_path):
         InputError, match=r"has changed.*functions that always give the same records"
     ):
         prepare(_config("changes"), tmp_path / "d")
-
-
-@pytest.mark.usefixtures("folder")
-def test_it_is_prepared_like_a_file(tmp_path):
-    manifest = prepare(_config("pages"), tmp_path / "d")
-    assert manifest.completion is not None
-    assert manifest.completion.inputs == {f"python:{MODULE}:pages": 3}
-    assert len(documents_of(tmp_path / "d")) == 10
-    assert prepare(_config("pages"), tmp_path / "d") == manifest, "it is there already"
 
 
 @pytest.mark.slow

@@ -86,15 +86,6 @@ def test_an_arrow_stream_is_one_split(tmp_path):
     assert num_splits == 1
 
 
-@pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_a_compressed_text_file_is_the_same_text(tmp_path, ending):
-    content = "".join(f"Paragraph {n}.\n\n" for n in range(2000)).encode()
-    compress = gzip.compress if ending == "gz" else zstandard.compress
-    (tmp_path / "a.txt").write_bytes(content)
-    (tmp_path / f"b.txt.{ending}").write_bytes(compress(content[:999]) + compress(content[999:]))
-    assert _read(tmp_path / f"b.txt.{ending}")[0] == _read(tmp_path / "a.txt")[0]
-
-
 def test_a_folder_is_the_files_in_it_that_can_be_read(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden/d.jsonl", "README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -412,24 +403,6 @@ def test_a_file_of_unknown_size(monkeypatch):
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(InputError, match=r"'warp://x.jsonl' cannot be opened"):
         _read("warp://x.jsonl")
-
-
-def test_an_unreadable_file(tmp_path, monkeypatch):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}')
-    config = PrepareConfig(input=(str(path),))
-    (split,) = plan_splits(config)
-
-    def denied(*arguments, **options):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(
-        type(fsspec.filesystem("file")), "open", denied
-    )  # chmod would not stop root
-    with pytest.raises(
-        InputError, match=r"a.jsonl cannot be read \(Permission denied\): check the name, and that"
-    ):
-        list(read_documents(split, config.all_sources[0]))
 
 
 def test_a_file_that_changed_since_it_was_planned(tmp_path):

@@ -279,14 +279,6 @@ def test_a_sample_that_comes_out_different_is_refused(monkeypatch):
         fast_encoder(text_json)
 
 
-def test_a_normaliser_that_does_nothing_is_none():
-    nothing = normalizers.Sequence([normalizers.Sequence([])])
-    assert fast_encoder(_library(_set("normalizer", nothing))).encode("abcd") is not None
-    something = normalizers.Sequence([normalizers.Sequence([normalizers.NFC()])])
-    with pytest.raises(UnsuitableError, match="it normalises text"):
-        fast_encoder(_library(_set("normalizer", something)))
-
-
 def test_a_fallback_is_said_once_with_its_reason(caplog):
     huggingface._proven_encoder.cache_clear()
     text_json = _library(_set("normalizer", normalizers.NFC()))
