@@ -1,5 +1,7 @@
 """Bytes and seconds of collectives, against published figures and against drawn routes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from moebius.planning.communication import (
     dispatch_direction,
     exchange_s,
     exchange_traffic,
+    miss_probability,
     row_copies,
     strided_group,
 )
@@ -44,6 +47,14 @@ def test_spread_agrees_with_drawn_routes(heads: int, experts: int, top_k: int, r
     assert row_copies(bank, "row", ranks)[0] == pytest.approx(by_row / 4000, rel=0.02)
     assert row_copies(bank, "head", ranks)[0] == pytest.approx(by_head / 4000, rel=0.02)
     assert row_copies(bank, "route", ranks)[0] == heads * top_k
+
+
+def test_broken_numbers_of_experts_and_limits_of_groups() -> None:
+    one, half, two = (miss_probability(8, 2, top_k) for top_k in (1, 1.5, 2))
+    assert half == pytest.approx((one + two) / 2)
+    limited = replace(DEEPSEEK_V3, group_limit=(8, 4))
+    assert row_copies(limited, "row", 8)[0] == 4
+    assert row_copies(limited, "row", 2) == row_copies(DEEPSEEK_V3, "row", 2)
 
 
 # Exchanges ----------------------------------------------------------------------------------------
