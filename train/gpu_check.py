@@ -4,7 +4,7 @@ It takes less than a minute, mostly compiling. `python -m benchmarks.gpu` measur
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,7 +77,7 @@ class _Case:
     """Describes an operation: it takes operands, from rows on, and returns outputs."""
 
     name: str
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     run: Callable[..., tuple[Tensor, ...]]  # in the products' dtype, on the GPU
     exact: Callable[..., tuple[Tensor, ...]]  # in float64, on the CPU
     outputs: tuple[str, ...] = ("output",)
@@ -92,7 +92,7 @@ def _cases(dtype: torch.dtype) -> Iterator[_Case]:
     shapes |= {"weight": (WIDTH,), "bias": (WIDTH,)}
     run, exact = partial(_normed, add_norm, dtype), partial(_normed, add_norm_reference, WIDE)
     yield _Case("residual and norm", shapes, run, exact, names, ("rows", "weight", "bias"))
-    shapes = dict.fromkeys(("queries", "keys"), (2, 60, 3, WIDTH))
+    shapes = {"queries": (2, 60, 3, WIDTH), "keys": (2, 60, 3, WIDTH)}
     yield _Case("rotation", shapes, _rotated, partial(_rotated, exact=True), ("queries", "keys"))
     if dtype is torch.float32:  # routers always compute in float32
         shapes = {"rows": (TOKENS, WIDTH), "weights": (2 * EXPERTS, WIDTH)}
