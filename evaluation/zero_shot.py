@@ -28,7 +28,7 @@ from .tasks.items import (
     task_file,
 )
 from .tasks.table import PAPER_TASKS, STAND_INS, TASKS
-from .tasks.task import PAPER, Encoder, Judgement, Metric, Question, Task, TaskError
+from .tasks.task import PAPER, Encoder, Judgement, Question, Task, TaskError, TaskMetric
 
 StartTask = Callable[[str, int], Advance]
 """Called with a task's name and its number of rows; returns the callback for finished rows."""
@@ -286,7 +286,7 @@ def judge(questions: Sequence[Question], scores: Sequence[Sequence[RowScore]]) -
 
 
 def estimate(
-    questions: Sequence[Question], judged: Sequence[Judged], metric: Metric, *, drawn: bool
+    questions: Sequence[Question], judged: Sequence[Judged], metric: TaskMetric, *, drawn: bool
 ) -> Estimate:
     """Returns a metric over all questions that have it.
 
@@ -313,7 +313,7 @@ def estimate(
 
 
 def _aggregate(
-    value_N: np.ndarray, weight_N: np.ndarray, groups: Sequence[str], metric: Metric
+    value_N: np.ndarray, weight_N: np.ndarray, groups: Sequence[str], metric: TaskMetric
 ) -> tuple[float, float]:
     if metric.aggregation == "mean":
         return _mean(value_N)
@@ -340,7 +340,7 @@ def _mean(value_N: np.ndarray) -> tuple[float, float]:
 
 
 def _group_means(
-    questions: Sequence[Question], judged: Sequence[Judged], metric: Metric
+    questions: Sequence[Question], judged: Sequence[Judged], metric: TaskMetric
 ) -> dict[str, float]:
     """Returns a metric's mean in every group, over all draws; empty without groups."""
     if metric.aggregation != "mean_of_groups":

@@ -22,7 +22,7 @@ The hottest rank's load counts at its median for time, and at its 99th percentil
 
 from math import log, sqrt
 
-from .prediction import Collective, LayoutCandidate, Prediction, Scenario, StepTime
+from .prediction import LayoutCandidate, PlannedCollective, Prediction, Scenario, StepTime
 from .step_collectives import dispatch_launches, gradient_sums, row_exchanges, weight_gathers
 from .step_memory import predict_memory, weights_held
 from .workload import Bank
@@ -53,7 +53,7 @@ def predict(scenario: Scenario, candidate: LayoutCandidate) -> Prediction:
     )
 
 
-def _seconds(calls: tuple[Collective, ...]) -> float:
+def _seconds(calls: tuple[PlannedCollective, ...]) -> float:
     return sum(call.seconds for call in calls)
 
 

@@ -87,7 +87,7 @@ class StepTime(Parts):
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """Describes one kind of collective call in a step, seen from one rank."""
 
     name: str
@@ -116,7 +116,7 @@ class Prediction:
     candidate: LayoutCandidate
     memory: Memory
     time: StepTime
-    collectives: tuple[Collective, ...]
+    collectives: tuple[PlannedCollective, ...]
     fits: bool
     tokens_per_s: float  # of the whole world
     mfu: float  # model FLOPs without recomputation, over the peak

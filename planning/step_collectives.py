@@ -18,13 +18,13 @@ from .communication import (
     ranks_sharing_a_node,
     strided_group,
 )
-from .prediction import Collective, LayoutCandidate, Scenario
+from .prediction import LayoutCandidate, PlannedCollective, Scenario
 from .workload import Bank, Workload
 
 GRADIENT_BYTES = 4
 
 
-def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
+def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[PlannedCollective]:
     """Yields the row exchanges of each bank; full recomputation repeats dispatch and combine."""
     if candidate.ep == 1:
         return
@@ -34,7 +34,7 @@ def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Co
     for bank, uses in work.uses:
         calls = scenario.micro_batches * uses
         for way, make in (("dispatch", dispatch_direction), ("combine", combine_direction)):
-            yield Collective(
+            yield PlannedCollective(
                 f"{bank.kind} {way}",
                 candidate.dispatcher,
                 candidate.ep,
@@ -43,7 +43,7 @@ def row_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Co
                 *_exchange_cost(scenario, candidate, make(bank, work.bytes_per_element)),
             )
         if not _knows_counts(bank, candidate):
-            yield Collective(
+            yield PlannedCollective(
                 f"{bank.kind} counts",
                 "all_to_all",
                 candidate.ep,
@@ -129,7 +129,7 @@ def weight_units(work: Workload, ep: int) -> list[WeightUnit]:
     return units
 
 
-def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
+def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[PlannedCollective]:
     """Yields FSDP's collectives, as distributed/sharding.py issues them.
 
     Every unit is gathered, its gradient scattered, and the gradient summed over replicas.
@@ -155,7 +155,7 @@ def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[C
                 )
 
 
-def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
+def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[PlannedCollective]:
     """Yields the sums of unsharded gradients, once per step.
 
     Dense gradients are summed over the world, experts' over the ranks that hold the same experts.
@@ -174,11 +174,11 @@ def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Co
 
 def _dense_call(
     scenario: Scenario, name: str, op: str, calls: float, num_bytes: float, group: Group
-) -> Iterator[Collective]:
+) -> Iterator[PlannedCollective]:
     if group.size == 1 or num_bytes == 0:
         return
     rounds = 2 if op == "all_reduce" else 1
-    yield Collective(
+    yield PlannedCollective(
         name,
         op,
         group.size,

@@ -6,9 +6,11 @@ plants: a check that cannot fail proves nothing.
 
 import ast
 import functools
+import io
 import re
 import shlex
 import subprocess
+import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -111,6 +113,21 @@ def paths_exist(text: str) -> list[str]:
         elif path.endswith((".py", ".cpp")) and "/" not in path and not _is_a_file_name(path):
             wrong.append(f"{path}: no file has this name")
     return wrong
+
+
+def paths_in_sources_exist(text: str) -> list[str]:
+    """Checks paths of ours in a source's comments and docstrings: `room/`, `room/file.py`."""
+    words = "\n".join(
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT or token.string.startswith('"""')
+    )
+    paths = re.findall(r"(?<![\w./<{-])(\w+/(?:\w+/)*(?:\w+\.(?:py|cpp|md))?)(?![\w*<{.])", words)
+    return [
+        f"{path}: there is no such file or folder"
+        for path in paths
+        if path.split("/")[0] in tracked() and path.rstrip("/") not in tracked()
+    ]
 
 
 def _is_there(path: str) -> bool:
@@ -261,7 +278,19 @@ def test_the_documents_keep(check: Check) -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_sources_name_files_that_exist() -> None:
+    wrong = [
+        f"{path}: {problem}"
+        for path in sorted(tracked())
+        if path.endswith(".py") and path != "tests/test_docs.py"
+        for problem in paths_in_sources_exist(_text(path))
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
 FAULTS: list[tuple[Check, str, str]] = [
+    (paths_in_sources_exist, "x = 1  # see train/lop.py", "train/lop.py: there is no such"),
+    (paths_in_sources_exist, '"""Watches (cluster/watching/)."""', "cluster/watching/: there is"),
     (paths_exist, "see `train/lop.py`", "train/lop.py: there is no such file"),
     (paths_exist, "```text\n model/transfomer.py\n```\n", "model/transfomer.py: there is no such"),
     (paths_exist, "see `lop.py`", "lop.py: no file has this name"),
@@ -295,7 +324,7 @@ def test_a_fault_is_found(check: Check, text: str, message: str) -> None:
 
 
 def test_every_check_is_seen_to_fail() -> None:
-    assert {check for check, _, _ in FAULTS} == set(CHECKS)
+    assert {check for check, _, _ in FAULTS} == {*CHECKS, paths_in_sources_exist}
 
 
 def test_words_of_other_frameworks_are_one_table() -> None:

@@ -110,7 +110,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Holds the requested measurements."""
 
     device: torch.device
@@ -130,7 +130,7 @@ class Plan:
 class Sheet:
     """Holds all entries, and writes them down after every change."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: SweepPlan, folder: Path) -> None:
         gpu = plan.device.type == "cuda"
         self._name, self._folder = f"expert_layer_{'gpu' if gpu else 'cpu'}", folder
         self.about: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> SweepPlan:
     """Returns the requested measurements, with the device's defaults."""
     gpu = options.device == "cuda"
     if gpu:
@@ -239,7 +239,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if unknown := set(options.settings or ()) - set(known):
         raise SystemExit(f"no setting {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     names = options.dtypes or (["bfloat16", "float32"] if gpu else ["float32", "bfloat16"])
-    return Plan(
+    return SweepPlan(
         device=torch.device(options.device),
         settings=tuple(known[name] for name in options.settings or known),
         dtypes=tuple(getattr(torch, name) for name in names),
@@ -257,7 +257,7 @@ def exact_modes(device: torch.device, dtype: torch.dtype, onednn: float) -> tupl
 
 
 def measure(
-    setting: Setting, dtype: torch.dtype, plan: Plan, modes: Sequence[Mode], sheet: Sheet
+    setting: Setting, dtype: torch.dtype, plan: SweepPlan, modes: Sequence[Mode], sheet: Sheet
 ) -> list[Entry]:
     """Checks all contenders of a setting and dtype, then times them in every cell.
 
@@ -447,7 +447,7 @@ def time_cell(
     running: Sequence[Running],
     threads: int,
     rounds: int,
-    plan: Plan,
+    plan: SweepPlan,
     generator: torch.Generator,
     sheet: Sheet,
 ) -> None:

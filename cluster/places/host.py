@@ -53,7 +53,7 @@ _SYSTEM_CONFIG = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostPlan:
     """Holds what the host process is to start, as plain values."""
 
     directory: str  # session files, sockets, token; removed at the end
@@ -70,7 +70,7 @@ def node_address(number: int) -> str:
 class PretendedNodes:
     """Holds the nodes of a simulated cluster by number; node 0 is the head."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: HostPlan):
         from ray.cluster_utils import Cluster
 
         self._plan = plan
@@ -174,7 +174,7 @@ class PretendedNodes:
         return bool(raylet) and raylet[0].process.poll() is None
 
 
-def serve(plan: Plan) -> None:
+def serve(plan: HostPlan) -> None:
     """Starts the cluster, prints its address, waits for its user to go, and ends it."""
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -196,7 +196,7 @@ def serve(plan: Plan) -> None:
         shutil.rmtree(plan.directory, ignore_errors=True)
 
 
-def _start_nodes(plan: Plan) -> PretendedNodes:
+def _start_nodes(plan: HostPlan) -> PretendedNodes:
     """Starts the nodes, once more if the machine was too busy for Ray's patience."""
     try:
         return PretendedNodes(plan)
@@ -323,4 +323,4 @@ def _reap() -> None:
 
 
 if __name__ == "__main__":
-    serve(Plan(**json.loads(sys.argv[1])))
+    serve(HostPlan(**json.loads(sys.argv[1])))

@@ -30,7 +30,7 @@ from pathlib import Path
 from ..job import JobError, python_module
 from ..nodes import processes
 from ..report.tracebacks import read_tail
-from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
+from .host import DIRECTORIES, PREFIX, HostPlan, node_address, sweep_directories
 from .ray_session import connected, environment_kept, require_ray
 
 # Over a minute was seen on two cores with twenty waiting processes; the host tries twice.
@@ -63,7 +63,7 @@ def simulated_cluster(
     check_possible(num_nodes)
     devices = [list(numbers) for numbers in gpus or [()] * num_nodes]
     directory = new_directory()
-    plan = Plan(str(directory), cpus_per_node, devices)
+    plan = HostPlan(str(directory), cpus_per_node, devices)
     with ray_variables(directory, write_token(directory, _token())):
         host = start_host(plan)
         try:
@@ -140,7 +140,7 @@ def ray_variables(directory: Path, token_file: Path) -> Iterator[None]:
         yield
 
 
-def start_host(plan: Plan) -> subprocess.Popen[str]:
+def start_host(plan: HostPlan) -> subprocess.Popen[str]:
     """Starts the host process of a cluster, in this process's environment."""
     with open(Path(plan.directory) / "host.log", "ab") as log:
         return subprocess.Popen(

@@ -23,7 +23,7 @@ import psutil
 
 from ..job import JobError, write_atomically
 from ..nodes import processes
-from .host import CONTROL, DIRECTORIES, PREFIX, Plan, processes_of, sweep_directories
+from .host import CONTROL, DIRECTORIES, PREFIX, HostPlan, processes_of, sweep_directories
 from .ray_session import connected, refuse_unauthenticated
 from .simulated import (
     await_address,
@@ -118,7 +118,7 @@ def start_cluster(num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0)
     folder = _claim()
     directory = new_directory()
     numbers = [range(node * gpus_per_node, (node + 1) * gpus_per_node) for node in range(num_nodes)]
-    plan = Plan(str(directory), cpus_per_node, [*map(list, numbers)], stays=True)
+    plan = HostPlan(str(directory), cpus_per_node, [*map(list, numbers)], stays=True)
     try:
         cluster = _start(plan)
         write_atomically(folder / NOTE, json.dumps(asdict(cluster), indent=1))
@@ -130,7 +130,7 @@ def start_cluster(num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0)
     return cluster
 
 
-def _start(plan: Plan) -> StandingCluster:
+def _start(plan: HostPlan) -> StandingCluster:
     """Starts the host of a cluster; returns when the cluster is up."""
     directory = Path(plan.directory)
     token_file = write_token(directory, secrets.token_hex(32))

@@ -37,7 +37,7 @@ class Verdict:
 
 
 @dataclass
-class Budgets:
+class RestartBudgets:
     """Counts a job's failures per budget and decides whether it may restart."""
 
     launch: Launch
@@ -46,7 +46,7 @@ class Budgets:
     last_failure_step: int = 0  # how far the run was at its last failure
 
     @classmethod
-    def from_journal(cls, launch: Launch, entries: Sequence[JournalEntry]) -> "Budgets":
+    def from_journal(cls, launch: Launch, entries: Sequence[JournalEntry]) -> "RestartBudgets":
         """Returns the budgets after the failures in the journal of this submission."""
         budgets = cls(launch)
         for entry in entries:

@@ -43,7 +43,7 @@ from ..nodes.node_check import token_in
 from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from ..stop import STOP_PREEMPT, StopFlag
 from .background_data import BackgroundData
-from .budgets import Budgets
+from .budgets import RestartBudgets
 from .generation import POLL_S, GenerationWatch, Outcome, RecoveryClock
 from .network import NetworkWatch
 from .placing import Placing
@@ -126,7 +126,7 @@ class JobSupervisor:
             self.keep(CONFIG, launch.configuration)
         self.generation = read_generation(self.run_dir)
         entries = self.predecessor.entries
-        self.budgets = Budgets.from_journal(launch, entries)
+        self.budgets = RestartBudgets.from_journal(launch, entries)
         self.has_started = any(entry.state is State.STARTING for entry in entries)
         self.has_worked = any(entry.state is State.RUNNING for entry in entries)
         self.placing = Placing(

@@ -23,7 +23,7 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Holds n rows of S+1 tokens."""
 
     tokens: np.ndarray  # int64 [n, S+1]
@@ -38,10 +38,10 @@ class Rows:
 
 def padding_rows(
     count: int, seq_len: int, end_id: int, *, loss_mask: bool, document_ids: bool
-) -> Rows:
+) -> TokenRows:
     """Returns rows of padding, to be filled by `LoadedChunk.copy_row`."""
     shape = (count, seq_len + 1)
-    return Rows(
+    return TokenRows(
         np.full(shape, end_id, dtype=np.int64),
         np.zeros(shape, dtype=bool) if loss_mask else None,
         np.full(shape, PADDING, dtype=np.int32) if document_ids else None,
@@ -58,7 +58,7 @@ class LoadedChunk:
     learned: np.ndarray | None  # bool [T]; None: all are
     documents: np.ndarray | None  # int32 [T]: the document's number; None: each piece is one
 
-    def copy_row(self, row: int, rows: Rows, place: int) -> None:
+    def copy_row(self, row: int, rows: TokenRows, place: int) -> None:
         """Copies a row's pieces, one behind the other, to a row of padding."""
         filled = 0
         for number, (start, length) in enumerate(self.pieces.of_row(row)):

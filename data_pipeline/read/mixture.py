@@ -60,7 +60,7 @@ class _DealtStage:
         return self.dealt_before_k + cycles[:, None] * self.dealt_Ck[-1] + self.dealt_Ck[inside]
 
 
-class Mixture:
+class SourceMixture:
     """Deals the rows of a run to its sources, in stages of constant weights.
 
     Args:

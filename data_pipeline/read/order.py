@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .mixture import Mixture, derive_key, permutation
+from .mixture import SourceMixture, derive_key, permutation
 
 ORDER_VERSION = 2
 """Raise it when the same (seed, g) would give another row; older runs then cannot be resumed."""
@@ -147,7 +147,7 @@ class SampleOrder:
 
     def __init__(
         self,
-        mixture: Mixture,
+        mixture: SourceMixture,
         sources: Mapping[str, SourceRows],
         chunks_of: Callable[[str, int], ChunkTable],
         *,

@@ -16,7 +16,7 @@ from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import Split
 from ..tokenizers.interface import Tokenizer
-from .chunks import Rows
+from .chunks import TokenRows
 from .corruption import open_fetcher
 from .rows import SplitReader
 from .samples import OrderedSamples
@@ -86,7 +86,7 @@ def peek_samples(data: DataConfig, samples: range, tokenizer: Tokenizer) -> list
     return [_decoded(place, rows, n, tokenizer) for n, place in enumerate(places)]
 
 
-def _decoded(place: str, rows: Rows, number: int, tokenizer: Tokenizer) -> DecodedRow:
+def _decoded(place: str, rows: TokenRows, number: int, tokenizer: Tokenizer) -> DecodedRow:
     tokens = rows.tokens[number]
     learned = np.ones(len(tokens), dtype=bool)
     if rows.loss_mask is not None:  # it covers targets, so not a row's first token

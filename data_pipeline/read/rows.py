@@ -23,7 +23,7 @@ from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
-from .chunks import ChunkReader, LoadedChunk, Rows, padding_rows
+from .chunks import ChunkReader, LoadedChunk, TokenRows, padding_rows
 from .corruption import BatchFetcher
 from .order import ChunkTable, group_pairs, num_rows
 from .packing import CHUNK_BATCHES, PlanKey, SegmentPlan, concat_plan, open_plan
@@ -97,7 +97,7 @@ class Prepared:
         hashes = [f"{shard.blake2b} {shard.index_blake2b}" for shard in shards]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
-    def empty_rows(self, count: int) -> Rows:
+    def empty_rows(self, count: int) -> TokenRows:
         """Returns rows of padding, to be filled."""
         return padding_rows(
             count,
@@ -161,7 +161,7 @@ class RowReader:
         self._prepared, self._names = prepared, tuple(names)
         self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
 
-    def read(self, sources: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Rows:
+    def read(self, sources: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> TokenRows:
         """Reads rows by the numbers of their source, segment and row: int64 [n] each.
 
         Raises:
@@ -248,7 +248,7 @@ class SplitReader:
         ends = self._ends.tolist()
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def read(self, rows: np.ndarray) -> Rows:
+    def read(self, rows: np.ndarray) -> TokenRows:
         """Reads rows by their numbers, 0 <= n < num_rows.
 
         Raises:

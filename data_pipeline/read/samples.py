@@ -14,9 +14,9 @@ import numpy as np
 from ..data_config import DataConfig
 from ..errors import DataError, PreparationFailedError
 from ..manifest import given_up
-from .chunks import Rows
+from .chunks import TokenRows
 from .corruption import BatchFetcher
-from .mixture import Mixture, WeightStage, mixed
+from .mixture import SourceMixture, WeightStage, mixed
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows, group_pairs
 from .packing import PLAN_VERSION
 from .rows import Prepared, RowReader, check_names, too_short
@@ -44,7 +44,7 @@ class OrderedSamples:
         names = [source.name for source in self.prepared.manifest.sources]
         self._weights = {name: data.weights.get(name, 1.0) for name in names}
         self._max_epochs = {name: data.max_epochs.get(name, 0) for name in names}
-        self.mixture = Mixture(names, _stages(data, self._weights), seed=data.seed)
+        self.mixture = SourceMixture(names, _stages(data, self._weights), seed=data.seed)
         self._counted = dict.fromkeys(names, 0)
         self.order = SampleOrder(
             self.mixture,
@@ -114,7 +114,7 @@ class OrderedSamples:
                 f"({reason}). All sealed data is used up: fix the cause and run the same command again"
             )
 
-    def read(self, refs: RowRefs) -> Rows:
+    def read(self, refs: RowRefs) -> TokenRows:
         """Reads rows by their names.
 
         Raises:

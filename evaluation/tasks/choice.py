@@ -19,11 +19,11 @@ from .task import (
     HubSet,
     Judge,
     Judgement,
-    Metric,
     Question,
     Record,
     RowList,
     TaskError,
+    TaskMetric,
 )
 
 PaperRule = Literal["sum", "mean"]
@@ -70,11 +70,11 @@ class ChoiceTask:
     hub: HubSet | None = None
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Returns the scores of the task, the paper's first."""
         aggregation = "mean_of_groups" if self.by_group else "mean"
         names = ((PAPER,) if self.paper else ()) + self.harness
-        return tuple(Metric(name, aggregation) for name in names)
+        return tuple(TaskMetric(name, aggregation) for name in names)
 
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Returns the question of a record, with the rows of both conventions."""

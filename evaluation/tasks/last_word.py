@@ -16,11 +16,11 @@ from .task import (
     Encoder,
     HubSet,
     Judgement,
-    Metric,
     Question,
     Record,
     RowList,
     TaskError,
+    TaskMetric,
     text_in,
 )
 
@@ -32,7 +32,11 @@ class LastWordTask:
     title: str
     published: int
     hub: HubSet | None = None
-    metrics: tuple[Metric, ...] = (Metric(PAPER), Metric("acc"), Metric("perplexity", "perplexity"))
+    metrics: tuple[TaskMetric, ...] = (
+        TaskMetric(PAPER),
+        TaskMetric("acc"),
+        TaskMetric("perplexity", "perplexity"),
+    )
 
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Returns the question of a record, with the rows of both conventions."""

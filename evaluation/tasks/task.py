@@ -135,7 +135,7 @@ class RowList:
 
 
 @dataclass(frozen=True)
-class Metric:
+class TaskMetric:
     """Names a score of a task and how to aggregate it over questions."""
 
     name: str
@@ -166,7 +166,7 @@ class Task(Protocol):
         ...
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Returns the task's scores, the paper's first."""
         ...
 

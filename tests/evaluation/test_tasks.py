@@ -15,7 +15,7 @@ from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.evaluation.scoring import RowScore, Scorer
 from moebius.evaluation.tasks.items import read_items, read_records
 from moebius.evaluation.tasks.table import PAPER_TASKS, TASKS
-from moebius.evaluation.tasks.task import Encoder, Judgement, Metric, Question, TaskError
+from moebius.evaluation.tasks.task import Encoder, Judgement, Question, TaskError, TaskMetric
 from moebius.evaluation.zero_shot import chosen_tasks, estimate, judge
 from moebius.plugins import PluginError
 
@@ -217,7 +217,7 @@ def test_a_task_without_a_convention_of_the_paper_has_the_harness_accuracy_alone
     record, asked = HARNESS_ONLY[name]
     sums = [logp(context, answer) for context, answer in asked]
     assert ask(name, record) == {"acc": best(sums, 0)}
-    assert TASKS[name].metrics == (Metric("acc"),)
+    assert TASKS[name].metrics == (TaskMetric("acc"),)
     record = {"question": "Fog is at", "choices": CHOICES, "label": 1}
     assert set(ask("openbookqa", record)) == {"acc", "acc_norm"}
 
@@ -299,22 +299,22 @@ def test_estimates_by_hand() -> None:
     nothing: list[RowScore] = []
     right = [question(v, g) for v, g in ((1, "a"), (0, "a"), (1, "b"), (1, "b"), (0, "b"))]
     judged = judge(right, [nothing] * 5)
-    found = estimate(right, [judged], Metric("m"), drawn=False)
+    found = estimate(right, [judged], TaskMetric("m"), drawn=False)
     assert (found.value, found.count, found.spread) == (0.6, 5, None)
     assert found.stderr == pytest.approx(np.std([1, 0, 1, 1, 0], ddof=1) / 5**0.5)
-    found = estimate(right, [judged], Metric("m", "mean_of_groups"), drawn=False)
+    found = estimate(right, [judged], TaskMetric("m", "mean_of_groups"), drawn=False)
     assert found.value == pytest.approx((1 / 2 + 2 / 3) / 2)
     parts = [np.std([1, 0], ddof=1) / 2**0.5, np.std([1, 1, 0], ddof=1) / 3**0.5]
     assert found.stderr == pytest.approx(np.hypot(parts[0], parts[1]) / 2)
     texts = [question(-3.0), question(-5.0)]
     judged = judge(texts, [nothing] * 2)
-    found = estimate(texts, [judged], Metric("m", "perplexity"), drawn=False)
+    found = estimate(texts, [judged], TaskMetric("m", "perplexity"), drawn=False)
     assert found.value == pytest.approx(np.exp(8 / 4))
     other = judge([question(-4.0), question(-8.0)], [nothing] * 2)
-    found = estimate(texts, [judged, other], Metric("m", "perplexity"), drawn=True)
+    found = estimate(texts, [judged, other], TaskMetric("m", "perplexity"), drawn=True)
     assert found.value == pytest.approx((np.exp(2) + np.exp(3)) / 2)
     assert found.spread == pytest.approx(np.std(np.exp([2, 3]), ddof=1))
-    assert estimate(texts, [judged], Metric("none"), drawn=False).count == 0
+    assert estimate(texts, [judged], TaskMetric("none"), drawn=False).count == 0
 
 
 def write(folder: Path, name: str, records: list[dict[str, Any]]) -> None:

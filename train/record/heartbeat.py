@@ -9,7 +9,7 @@ Times are CLOCK_MONOTONIC, shared by all processes of a machine, so setting the 
 look dead. A read may overlap a write: the page begins and ends with the write's number, which must
 be equal, and two reads must agree.
 
-Two more files beside it help when ranks hang (cluster/watching/):
+Two more files beside it help when ranks hang (cluster/watch/):
 
 * rank3.stacks: on SIGUSR1 `faulthandler` writes the Python stacks of all threads there, from a
   signal handler in C, even while the main thread is in C++ code or another holds the GIL.

@@ -100,7 +100,7 @@ def give_up(plan):
     time.sleep(0.2)
     raise Exception("The current node timed out during startup.")
 host.PretendedNodes = give_up
-host.serve(host.Plan(sys.argv[1], 1, [()]))
+host.serve(host.HostPlan(sys.argv[1], 1, [()]))
 """
 
 

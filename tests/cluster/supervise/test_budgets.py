@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moebius.cluster.job import JournalEntry, Launch, RootCause, State, as_details
-from moebius.cluster.supervise.budgets import FAILURES, INFRASTRUCTURE, Budgets
+from moebius.cluster.supervise.budgets import FAILURES, INFRASTRUCTURE, RestartBudgets
 
 LOST = RootCause("node 1 was lost", infrastructure=True)
 
@@ -14,8 +14,8 @@ def crash(error: str = "ValueError: bad") -> RootCause:
     return RootCause(f"rank 0 failed: {error}", rank=0, error=error)
 
 
-def budgets(**values: Any) -> Budgets:
-    return Budgets(Launch("/run", **values))
+def budgets(**values: Any) -> RestartBudgets:
+    return RestartBudgets(Launch("/run", **values))
 
 
 def test_lost_nodes_and_failures_are_counted_apart():
@@ -55,6 +55,6 @@ def test_an_earlier_supervisor_s_journal_counts():
 
     drill = RootCause("fault drill", on_purpose=True)
     entries = [entry(LOST, 5), entry(crash("A"), 6), entry(drill, 7)]
-    counts = Budgets.from_journal(Launch("/run", max_restarts=1), entries)
+    counts = RestartBudgets.from_journal(Launch("/run", max_restarts=1), entries)
     assert counts.used == {INFRASTRUCTURE: 1, FAILURES: 1}
     assert counts.charge(crash("B"), 8).given_up

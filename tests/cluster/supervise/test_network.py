@@ -9,7 +9,7 @@ import pytest
 from moebius.cluster.job import Launch, RootCause
 from moebius.cluster.nodes.node import Address, Node, can_connect
 from moebius.cluster.nodes.provider import NodeLost
-from moebius.cluster.supervise.budgets import Budgets
+from moebius.cluster.supervise.budgets import RestartBudgets
 from moebius.cluster.supervise.generation import Outcome
 from moebius.cluster.supervise.network import NetworkWatch, find_cuts, spell_cuts
 
@@ -59,7 +59,7 @@ def test_a_network_that_fails_three_times_at_one_step_does_not_end_the_job(tmp_p
     blamed = NetworkWatch().explain(Outcome("failed", hang, 7), BOTH_WAYS).cause
     assert blamed is not None
     assert "cannot reach each other over the network: all ranks hang" in blamed.summary
-    budgets = Budgets(Launch(str(tmp_path)))
+    budgets = RestartBudgets(Launch(str(tmp_path)))
     verdicts = [budgets.charge(blamed, 7) for _ in range(4)]
     assert {verdict.charged_to for verdict in verdicts} == {"infrastructure"}
     assert not any(verdict.given_up for verdict in verdicts)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read.mixture import (
     SMALLEST_BLOCK,
-    Mixture,
+    SourceMixture,
     WeightStage,
     derive_key,
     permutations,
@@ -21,12 +21,12 @@ from moebius.data_pipeline.read.mixture import (
 NAMES = ("a", "b", "c", "d", "e", "f", "g")
 
 
-def make(*stages: tuple[int, dict[str, float]], seed: int = 0, names=None) -> Mixture:
+def make(*stages: tuple[int, dict[str, float]], seed: int = 0, names=None) -> SourceMixture:
     names = names or tuple(dict.fromkeys(name for _, weights in stages for name in weights))
-    return Mixture(names, [WeightStage(row, weights) for row, weights in stages], seed=seed)
+    return SourceMixture(names, [WeightStage(row, weights) for row, weights in stages], seed=seed)
 
 
-def shares(mixture: Mixture) -> list[Fraction]:
+def shares(mixture: SourceMixture) -> list[Fraction]:
     """Returns the rounded proportions of the first stage, from a whole cycle."""
     dealt_k = mixture._stages[0].dealt_Ck[-1].tolist()
     return [Fraction(dealt, sum(dealt_k)) for dealt in dealt_k]

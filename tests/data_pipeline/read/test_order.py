@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.read.mixture import Mixture, WeightStage
+from moebius.data_pipeline.read.mixture import SourceMixture, WeightStage
 from moebius.data_pipeline.read.order import (
     ChunkTable,
     EndOfSourceError,
@@ -54,7 +54,7 @@ def make(
 ) -> SampleOrder:
     sizes = sizes or SEGMENT_SIZES
     weights = weights or dict.fromkeys(sizes, 1.0)
-    mixture = Mixture(tuple(sizes), [WeightStage(0, weights), *stages], seed=seed)
+    mixture = SourceMixture(tuple(sizes), [WeightStage(0, weights), *stages], seed=seed)
     return SampleOrder(
         mixture,
         source_rows(sizes, complete=complete, max_epochs=max_epochs),
