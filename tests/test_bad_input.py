@@ -188,23 +188,6 @@ def test_a_path_that_cannot_be_one(path: str, message: str, text: Path, moebius:
         assert_refused(moebius, words, "error: ")
 
 
-@pytest.mark.parametrize(
-    ("archive", "message"), [("none.zip", "No such file"), ("text.jsonl", "not a zip file")]
-)
-def test_an_archive_that_cannot_be_opened(
-    archive: str, message: str, text: Path, moebius: Command
-) -> None:
-    url = f"zip://*.txt::{archive}"
-    words = ["prepare", "--input", url, "--output", "shards"]
-    assert_refused(moebius, words, re.escape(f"'{url}'") + f".*{message}")
-
-
-@pytest.mark.parametrize("workers", ["-1", "0"])
-def test_a_number_of_workers_below_one(workers: str, text: Path, moebius: Command) -> None:
-    words = ["prepare", "--output", "shards", "--workers", workers]
-    assert_refused(moebius, words, f"--workers {workers}: must be at least 1")
-
-
 def make_empty(text: Path) -> None:
     text.write_text('{"text": ""}\n\n{"text": "  "}\n', encoding="utf-8")
 

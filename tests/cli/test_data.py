@@ -92,7 +92,6 @@ def test_a_missing_manifest_is_told_by_the_exit_code(
         (["peek", "RUN", "--rows", "0"], "--rows 0: must be at least 1"),
         (["peek", "BEGUN"], "is being prepared"),
         (["verify", "BEGUN"], "is being prepared"),
-        (["peek", "nowhere"], "holds no prepared data and is no run folder"),
     ],
 )
 def test_what_cannot_be_answered_is_one_clear_error(

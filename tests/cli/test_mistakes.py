@@ -135,6 +135,23 @@ submit smoke --detach                           | --detach needs --address
 plan smok                                       | did you mean smoke?
 simulate smok                                   | did you mean smoke?
 submit smoke --address nowhere                  | address 'nowhere': must be host:port of the cluster's head
+prepare --output out prepare.vocab_siz=3        | prepare.vocab_siz: unknown key; did you mean prepare.vocab_size
+prepare --output out prepare.split_bytes=few    | prepare.split_bytes
+prepare --output out train.steps=3              | write prepare.key=value
+prepare --output out data.directory=x           | write prepare.key=value
+prepare --output out --input text.txt train.steps=3 | only takes the section prepare
+prepare --output out --input text.txt text_field=content | write the whole key, prepare.text_field=
+prepare --output out text_field=content --input text.txt | write the whole key, prepare.text_field=
+prepare --output out --input text.txt prepare.txt_field=q | did you mean prepare.text_field
+prepare --output out corpus.jsonl               | to prepare text, write --input corpus.jsonl
+prepare --output out prepare.prompt_field=q     | belong together
+prepare --output out --config nothere.toml      | nothere.toml: cannot be read
+prepare --output out --tokenizer bytes prepare.vocab_size=9000 | not vocab_size=9000: set vocab_size=257
+prepare --output out --workers -1               | --workers -1: must be at least 1
+prepare --output out --workers 0                | --workers 0: must be at least 1
+prepare --output out --input 'zip://*.txt::none.zip' | 'zip://*.txt::none.zip'
+prepare --output out --input 'zip://*.txt::text.txt' | not a zip file
+data peek nothere                               | holds no prepared data and is no run folder
 """
 
 OWN = """

@@ -82,37 +82,6 @@ def test_an_input_takes_the_place_of_the_files_sources(tmp_path):
     assert [source.name for source in config.all_sources] == ["web"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["prepare.vocab_siz=3"],
-            "prepare.vocab_siz: unknown key; did you mean prepare.vocab_size",
-        ),
-        (["prepare.split_bytes=few"], "prepare.split_bytes"),
-        (["train.steps=3"], "write prepare.key=value"),
-        (["--input", "a.jsonl", "train.steps=3"], "only takes the section prepare"),
-        (["--input", "a.jsonl", "text_field=content"], "write the whole key, prepare.text_field="),
-        (["text_field=content", "--input", "a.jsonl"], "write the whole key, prepare.text_field="),
-        (["--input", "a.jsonl", "prepare.txt_field=q"], "did you mean prepare.text_field"),
-        (["corpus.jsonl"], "to prepare text, write --input corpus.jsonl"),
-        (["--input", "corpus.jsnl"], "'corpus.jsnl' does not exist"),
-        (["prepare.prompt_field=q"], "belong together"),
-        (["data.directory=x"], "write prepare.key=value"),
-        (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
-        (
-            ["--tokenizer", "bytes", "prepare.vocab_size=9000"],
-            "not vocab_size=9000: set vocab_size=257",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said(words, message, capfd):
-    with pytest.raises(SystemExit) as end:
-        main(["prepare", "--output", "shards", *words])
-    assert end.value.code == 2
-    assert message in " ".join(capfd.readouterr().err.split())
-
-
 def test_a_file_without_the_section_is_not_the_embedded_corpus(tmp_path):
     (tmp_path / "data.toml").write_text('[prepair]\ninput = ["a.jsonl"]\n')
     with pytest.raises(ValueError, match=r"has no section \[prepare\]; its sections are prepair"):
