@@ -3,22 +3,16 @@
     nodes answer → facts of each → network and shared folder → the self-test
 
 Nodes are those of a Ray cluster (probe.py), or this machine as the only node. A node that is silent or
-cannot do what it is asked becomes a finding and takes no further part. The self-test runs ranks under the
-job's own agents.
+cannot do what it is asked becomes a finding and takes no further part.
 """
 
-import json
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..job import Launch
-from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.node_check import token_in
-from .exchange import NUM_BYTES
+from .exchange import NUM_BYTES, Exchange
 from .findings import (
     Finding,
     judge_folder,
@@ -33,10 +27,7 @@ from .probe import NodeFacts, NodeFault, Probe, Trial
 T = TypeVar("T")
 
 RANKS_PER_NODE = 2  # of the self-test
-_AT_ONCE = 64  # nodes that are asked at the same time
-_EXCHANGE_LIMIT_S = 180.0
-_POLL_S = 0.2
-_FAULTS = (NodeFault, OSError)
+_FAULTS = (NodeFault, OSError, RuntimeError)  # torch and broken process pools raise the last
 _JUDGES = (judge_versions, judge_memory, judge_gpus)
 
 
@@ -50,7 +41,7 @@ class _Nodes:
     def ask(self, what: Callable[[str, Any], T]) -> dict[str, T]:
         """Asks all nodes concurrently; a silent node takes no further part."""
         given: dict[str, T] = {}
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(max(1, len(self.alive))) as pool:  # ranks wait for all others
             answers = {name: pool.submit(what, name, node) for name, node in self.alive.items()}
             for name, answer in answers.items():
                 try:
@@ -72,8 +63,9 @@ def examine(nodes: Mapping[str, Any], run_dir: Path) -> list[Finding]:
     if facts := group.ask(lambda _, node: node.facts()):
         findings += [judge([*facts.values()]) for judge in _JUDGES]
         findings += _try_network_and_folder(group, facts, run_dir)
-        who = f"{len(group.alive) * RANKS_PER_NODE} ranks on {len(group.alive)} node(s)"
-        findings.append(_self_test("all-to-all", who, group.alive, RANKS_PER_NODE))
+        if group.alive:
+            who = f"{len(group.alive) * RANKS_PER_NODE} ranks on {len(group.alive)} node(s)"
+            findings.append(_self_test("all-to-all", who, group.alive, RANKS_PER_NODE))
     return [judge_silent(group.silent, len(nodes)), *findings]
 
 
@@ -103,65 +95,24 @@ def _self_test(
     check: str, who: str, nodes: Mapping[str, Any], ranks_per_node: int, *, backend: str = "gloo"
 ) -> Finding:
     """Runs ranks on all nodes, which exchange numbers and verify them."""
-    try:
-        measured = _run_exchange(nodes, ranks_per_node, backend)
-    except _FAULTS as error:
+    group, numbers = _Nodes(nodes), {name: number for number, name in enumerate(nodes)}
+    ports = group.ask(lambda _, node: node.free_port())
+    found: dict[str, tuple[bool, float]] = {}
+    if not group.silent:
+        meets_at = next(iter(ports.items()))
+        exchange = Exchange(ranks_per_node, len(nodes) * ranks_per_node, meets_at, backend)
+        found = group.ask(lambda name, node: node.run_ranks(exchange, numbers[name]))
+    if group.silent:
+        why = "; ".join(f"the ranks on {name} failed: {why}" for name, why in group.silent.items())
         advice = "see the findings above, and run it again with NCCL_DEBUG=INFO on GPUs"
-        return Finding(check, "fail", str(error), advice)
-    if not measured["sound"]:
+        return Finding(check, "fail", why, advice)
+    if not all(sound for sound, _ in found.values()):
         advice = (
             "memory, a cable or a card is faulty: check half of the nodes, `nvidia-smi topo -m`"
         )
         return Finding(check, "fail", f"{who} received wrong numbers", advice)
-    speed = NUM_BYTES / measured["seconds"] / 1e9
+    speed = NUM_BYTES / max(seconds for _, seconds in found.values()) / 1e9
     return Finding(check, "ok", f"{who}: {speed:.2f} GB/s per rank, all numbers correct")
-
-
-def _run_exchange(nodes: Mapping[str, Any], ranks_per_node: int, backend: str) -> dict[str, Any]:
-    """Runs the self-test's ranks on all nodes; returns what rank 0 measured (exchange.py).
-
-    Raises:
-        NodeFault: ranks failed or were too slow, with the first cause; or a node no longer answers.
-    """
-    names, probes = list(nodes), list(nodes.values())
-    launch = Launch(
-        run_dir=f"/tmp/moebius-doctor-{secrets.token_hex(8)}",
-        num_nodes=len(probes),
-        ranks_per_node=ranks_per_node,
-        name="doctor",
-        warm_start=False,
-    )
-    port, secret = probes[0].free_port(), secrets.token_hex(32)
-    try:
-        for number, (name, probe) in enumerate(nodes.items()):
-            assignment = Assignment(launch, 1, number, names[0], port, name, secret=secret)
-            probe.start_exchange(assignment, backend)
-        _await_exchange(nodes)
-        return json.loads(probes[0].exchange_result())
-    finally:
-        _Nodes(nodes).ask(lambda _, probe: probe.end_exchange())
-
-
-def _await_exchange(nodes: Mapping[str, Any]) -> None:
-    deadline = time.monotonic() + _EXCHANGE_LIMIT_S
-    while True:
-        reports = {name: probe.poll() for name, probe in nodes.items()}
-        for name, report in reports.items():
-            if report is not None and not report.ok:
-                raise NodeFault(f"the ranks on {name} failed: {_why(report)}")
-        if None not in reports.values():
-            return
-        if time.monotonic() > deadline:
-            late = [name for name, report in reports.items() if report is None]
-            raise NodeFault(f"not finished after {_EXCHANGE_LIMIT_S:.0f} s on {', '.join(late)}")
-        time.sleep(_POLL_S)
-
-
-def _why(report: AgentReport) -> str:
-    failure = next(iter(report.failures), None)
-    if failure is None:
-        return report.message or "no error message"
-    return f"rank {failure.rank}: {failure.error or f'exit code {failure.exit_code}'}"
 
 
 # GPUs ---------------------------------------------------------------------------------------------

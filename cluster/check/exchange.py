@@ -1,36 +1,61 @@
-"""Runs one rank of the self-test: an all-to-all over all ranks.
+"""Runs the self-test's ranks of one machine: an all-to-all over the ranks of all machines.
 
-    python -m moebius.cluster.check.exchange FOLDER RANKS_PER_NODE BACKEND
-
-It runs under the job's own agent (nodes/agent.py), so it uses the same addresses and interfaces as a job's
-ranks. Rank 0 writes FOLDER/exchange.json: whether every received number was right, and the slowest rank's
-median time.
+Gloo uses the interface that a job's agent would choose (nodes/agent.py). Each rank verifies every number that
+it received.
 """
 
 import datetime
-import json
-import sys
+import multiprocessing
+import os
 import time
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
-RESULT = "exchange.json"  # written by rank 0
+from ..nodes.agent import interface_of
+from ..nodes.node import Address
+
 NUM_BYTES = 2 << 20  # of the whole tensor on one rank
 _WARM_UP, _CALLS = 2, 7
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def main() -> None:
-    """Runs the self-test as one rank; rank 0 writes the results to a JSON file."""
-    import torch  # naming the result file needs no torch
+@dataclass(frozen=True)
+class Exchange:
+    """Describes the self-test: who meets where, over which backend."""
+
+    ranks_per_node: int
+    world_size: int
+    meets_at: Address  # of rank 0
+    backend: str = "gloo"
+
+
+def run_ranks(exchange: Exchange, node: int, address: str) -> tuple[bool, float]:
+    """Runs this node's ranks; returns whether all ranks got right numbers, and the slowest's time in seconds."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address) or "")
+    spawned = multiprocessing.get_context("spawn")  # a fork may not use a device
+    with ProcessPoolExecutor(exchange.ranks_per_node, mp_context=spawned) as pool:
+        found = [*pool.map(partial(_exchange, exchange, node), range(exchange.ranks_per_node))]
+    return found[0]  # all ranks agree
+
+
+def _exchange(exchange: Exchange, node: int, local_rank: int) -> tuple[bool, float]:
+    import torch
     import torch.distributed as dist
 
-    folder, ranks_per_node, backend = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group(backend, timeout=_TIMEOUT)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = node * exchange.ranks_per_node + local_rank, exchange.world_size
+    host, port = exchange.meets_at
+    dist.init_process_group(
+        exchange.backend,
+        init_method=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=_TIMEOUT,
+    )
     device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank % ranks_per_node)
+    if exchange.backend == "nccl":
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     each = max(1, NUM_BYTES // 4 // world)
     sent = torch.full((each * world,), float(rank), device=device)
@@ -46,12 +71,6 @@ def main() -> None:
     is_wrong = not torch.equal(received.cpu(), expected)
     found = torch.tensor([is_wrong, median(times[_WARM_UP:])], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    if rank == 0:
-        result = {"sound": found[0].item() == 0, "seconds": found[1].item()}
-        (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found[0].item() == 0, found[1].item()

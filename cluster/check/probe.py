@@ -13,20 +13,19 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ..job import python_module
-from ..nodes.assignment import Assignment
 from ..nodes.node import Address, Node, versions
 from ..nodes.node_check import NodeCheck
-from .exchange import RESULT
+from .exchange import Exchange, run_ranks
 
 _SHARED_MEMORY = Path("/dev/shm")
+_LIMITS_S = {"run_ranks": 180.0}
 _SMI_LIMIT_S = 60.0  # a machine with eight GPUs may take seconds to wake its driver
 
 
@@ -69,8 +68,6 @@ class NodeFault(Exception):
 class Probe(Node):
     """Examines the machine it runs on, and runs ranks there."""
 
-    _scratch: Path | None = None
-
     def facts(self) -> NodeFacts:
         """Returns the facts of this node."""
         memory, (driver, gpus) = psutil.virtual_memory(), gpus_here()
@@ -104,27 +101,9 @@ class Probe(Node):
             fault = f"{folder} cannot be written ({error.strerror})"
         return Trial(unreached, fault)
 
-    def start_exchange(self, assignment: Assignment, backend: str) -> None:
-        """Starts this node's ranks of the self-test in a private local folder."""
-        launch = assignment.launch
-        scratch = Path(f"{launch.run_dir}-{assignment.node_rank}")
-        scratch.mkdir(mode=0o700)  # its name is random: an existing folder is somebody else's
-        self._scratch = scratch
-        words = (str(scratch), str(launch.ranks_per_node), backend)
-        command = python_module(f"{__package__}.exchange", *words)
-        launch = replace(launch, run_dir=str(scratch), command=tuple(command))
-        self.start(replace(assignment, launch=launch))
-
-    def exchange_result(self) -> str:
-        """Returns rank 0's measurements as JSON."""
-        assert self._scratch is not None, "start_exchange comes first"
-        return (self._scratch / RESULT).read_text(encoding="utf-8")
-
-    def end_exchange(self) -> None:
-        """Ends the ranks and removes their folder."""
-        self.stop()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+    def run_ranks(self, exchange: Exchange, node: int) -> tuple[bool, float]:
+        """Runs this node's ranks of the self-test (exchange.py)."""
+        return run_ranks(exchange, node, self._address)
 
 
 def _accept(server: socket.socket) -> None:
@@ -147,10 +126,11 @@ class RemoteProbe:
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+        limit_s = _LIMITS_S.get(method, self._limit_s)
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=self._limit_s)
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=limit_s)
         except GetTimeoutError:
-            raise NodeFault(f"no answer within {self._limit_s:.0f} s") from None
+            raise NodeFault(f"no answer within {limit_s:.0f} s") from None
         except RayTaskError as error:
             raise NodeFault(_one_line(error.cause or error)) from None
         except RayError as error:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moebius.cli.main import main
-from moebius.cluster.check import doctor
 from moebius.cluster.check.doctor import examine
+from moebius.cluster.check.exchange import Exchange
 from moebius.cluster.check.findings import (
     Finding,
     judge_folder,
@@ -30,7 +30,6 @@ from moebius.cluster.check.probe import (
     gpus_here,
 )
 from moebius.cluster.nodes import node_check
-from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.cluster.nodes.node_check import NodeCheck
 
 GIB = 1 << 30
@@ -70,25 +69,16 @@ class FakeNode:
     def free_port(self) -> int:
         return 1000
 
-    def start_exchange(self, assignment, backend: str) -> None:
-        assert assignment.master_address == "10.0.0.1"
-        assert assignment.secret
-        assert backend == "gloo"
-
-    def poll(self) -> AgentReport | None:
-        return self.faults.get("report", AgentReport(ok=True))
-
-    def exchange_result(self) -> str:
-        return json.dumps({"sound": self.faults.get("sound", True), "seconds": 1.5e-3})
-
-    def end_exchange(self) -> None:
-        self.ended = True
+    def run_ranks(self, exchange: Exchange, node: int) -> tuple[bool, float]:
+        if fault := self.faults.get("ranks"):
+            raise NodeFault(fault)
+        assert exchange.meets_at == ("10.0.0.1", 1000)
+        return self.faults.get("sound", True), 1.5e-3
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     monkeypatch.setattr(node_check, "APPEARS_WITHIN_S", 0.1)
-    monkeypatch.setattr(doctor, "_POLL_S", 0.01)
 
 
 def checked(tmp_path: Path, *faults: dict[str, Any]) -> list[Finding]:
@@ -134,8 +124,8 @@ FAULTS = {
         *("all-to-all", "fail", "6 ranks on 3 node(s) received wrong numbers"),
     ),
     "a rank that fails": (
-        {"report": AgentReport(ok=False, failures=(RankFailure(4, 1, 0.0, "OSError: no route"),))},
-        *("all-to-all", "fail", "the ranks on 10.0.0.3 failed: rank 4: OSError: no route"),
+        {"ranks": "OSError: no route"},
+        *("all-to-all", "fail", "the ranks on 10.0.0.3 failed: OSError: no route"),
     ),
 }
 
