@@ -47,7 +47,7 @@ from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 
 MAX_WORDS = 100_000  # of an error, in characters
-COMMANDS = """
+COMMANDS: str = """
 status
 status runs/mine
 status runs/mine --json
@@ -178,7 +178,7 @@ class Bench:
 
     def command(self, rng: random.Random) -> str:
         """Runs a command line, which returns an exit code and words."""
-        words: list[str] = rng.choice(COMMANDS.strip().splitlines()).split()
+        words = rng.choice(COMMANDS.strip().splitlines()).split()
         for _ in range(rng.randint(0, 2)):
             at = rng.randrange(1, len(words) + 1)
             word = rng.choice(OPTIONS) if rng.random() < 0.9 else str(rng.choice(STRANGE))
