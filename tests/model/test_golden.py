@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from golden import VARIANTS, Golden, load_golden, training_config
+from golden import Golden, load_golden, training_config
 from parts import layers
 
 from moebius.kernels.backend import resolve_backend
@@ -130,26 +130,3 @@ def test_runs_that_were_not_recorded_have_the_sizes_that_were_published() -> Non
     assert (postln, config.norm) == (24_917, "post")
     aabb, config = count("train_tiny_moeut_train", **{"universal.group_type": "aabb"})
     assert (aabb, config.norm, config.order) == (24_965, "peri", "aabb")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"variant": "moe"}, "transformer.variant='moe' is none of preln_rope, rope"),
-        ({"universal.group_type": "abba"}, "group_type='abba' is neither abab nor aabb"),
-        ({"variant": "moe_universal"}, "moe.nonorm of a post-norm run"),
-    ],
-)
-def test_what_is_not_known_is_refused_and_not_read_as_something_else(
-    changes: dict, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        count("train_tiny_moeut_train", **changes)
-
-
-def test_every_variant_is_read() -> None:
-    dense, experts = "train_tiny_dense", "train_tiny_moeut_preln"
-    names = {"dense": dense, "shared dense": dense, "experts": experts, "sut": "train_tiny_sut_act"}
-    for variant, (kind, norm) in VARIANTS.items():
-        config = count(names[kind], variant=variant)[1]
-        assert (config.norm, config.halting is not None) == (norm, variant.startswith("act"))

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch_modes import Operations
 
-from moebius.model.documents import Documents, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
 from moebius.model.execution.precision import (
     Precision,
@@ -28,22 +27,17 @@ from moebius.model.transformer import Transformer
 TOKENS = some_tokens(8, 9, seed=1)
 
 
-def gradients(name: str, precision: Precision, recompute: Recompute = "none") -> dict[str, Tensor]:
-    """Of a training pass; and the loss."""
-    return gradients_of(make_uneven(tiny_model(name)), precision, recompute)
-
-
-def gradients_of(
-    model: Transformer,
-    precision: Precision,
-    recompute: Recompute = "none",
-    documents: Documents | None = None,
+def gradients(
+    name: str, precision: Precision, recompute: Recompute = "none", *, compiles: bool = False
 ) -> dict[str, Tensor]:
+    """Of a training pass; and the loss."""
+    model = make_uneven(tiny_model(name))
     store_in(model, stored_dtype(precision))
     set_options(model, recompute=recompute)
+    if compiles:
+        compile_dense_parts(model, backend="aot_eager")
     torch.manual_seed(2)
-    dtype = products_dtype(precision)
-    output = forward_in(model, dtype, TOKENS, targets_BS=TOKENS, documents=documents)
+    output = forward_in(model, products_dtype(precision), TOKENS, targets_BS=TOKENS)
     (output.read_out + output.regularisation_B.sum()).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": output.read_out.detach()}
@@ -103,16 +97,6 @@ def test_recomputation_gives_equal_bits(
     assert all(torch.equal(made_again[key], kept[key]) for key in kept)
 
 
-@pytest.mark.parametrize("name", ["moeut", "sut", "dense"])
-def test_documents_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids_BS = (torch.arange(9) // 4).where(torch.arange(9) < 7, -1).expand(8, 9)
-    documents = mark_documents(ids_BS, torch.device("cpu"), attention=True, balance=True)
-    models = [make_uneven(tiny_model(name)) for _ in range(2)]
-    plain = gradients_of(models[0], "float32", documents=documents)
-    stand_in(monkeypatch)
-    assert off(gradients_of(models[1], "float32", documents=documents), plain) < 1e-5
-
-
 @pytest.mark.parametrize("name", ["moeut", "moeut_post", "dense"])
 def test_a_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
@@ -129,9 +113,7 @@ def test_compiled_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     plain = gradients(name, "bfloat16")
     torch._dynamo.reset()
-    compiled = make_uneven(tiny_model(name))
-    compile_dense_parts(compiled, backend="aot_eager")
-    assert off(gradients_of(compiled, "bfloat16"), plain) < 1e-5
+    assert off(gradients(name, "bfloat16", compiles=True), plain) < 1e-5
 
 
 def operations(name: str, num_layers: int) -> Counter[str]:

@@ -137,19 +137,6 @@ def make_other_batch(config: Config) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 16})})
 
 
-def test_another_folder_is_refused_with_the_difference(made, tmp_path) -> None:
-    config = config_of(made, steps=4)
-    run_ranks(train_blocked, 1, config, tmp_path / "run")
-    other = MadeFolder(tmp_path / "other")
-    other.seal("text", documents(7, 16), documents(2, 16)).complete()
-    moved = config.model_copy(
-        update={"data": config.data.model_copy(update={"directory": str(other.folder)})}
-    )
-    longer = moved.model_copy(update={"train": moved.train.model_copy(update={"steps": 6})})
-    with pytest.raises(Exception, match=r"segments.text.sha256: saved '"):
-        run_ranks(train_blocked, 1, longer, tmp_path / "run")
-
-
 def test_data_that_is_not_enough_is_told_before_the_first_step(made, tmp_path) -> None:
     config = config_of(made, steps=100, max_epochs={"text": 2})
     with pytest.raises(Exception, match=r"max_epochs=2: they are used up before sample 800"):

@@ -123,43 +123,34 @@ def test_copies_change_losses_by_rounding_alone(
 
 def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
     """Returns the number of expert copies, and which tensors differ between copies or replicas."""
-    with assembled(config, run_dir) as run:
-        process = run.process
+    with assembled(config, run_dir) as run, open_loader(run, None) as loader:
         before = {id(parameter) for parameter in run.model.parameters()}
-        with open_loader(run, None) as loader:
-            log = MetricsLog(run_dir, active=False)
-            run = OpenRun(**vars(run), loader=loader, log=log)
-            for _ in range(STEPS):
-                move_experts(run, step(run, next(loader), 1e-3))
-        assert (
-            {id(parameter) for parameter in run.model.parameters()}
-            == before
-            == set(map(id, run.optimizer.state))
-        )
+        run = OpenRun(**vars(run), loader=loader, log=MetricsLog(run_dir, active=False))
+        for _ in range(STEPS):
+            move_experts(run, step(run, next(loader), 1e-3))
+        after = {id(parameter) for parameter in run.model.parameters()}
+        assert after == before == set(map(id, run.optimizer.state))
+        world, ep = run.process.world_size, config.mesh.ep
         expert_maps, unlike, copies = expert_maps_of(run.model), [], 0
         for name, bank in banks_of(run.model).items():
-            copies += len(expert_maps[name].copies)
+            expert_map = expert_maps[name]
+            copies += len(expert_map.copies)
             for parameter_name, parameter in bank.experts.named_parameters():
                 state = run.optimizer.state[parameter]
-                own = {
-                    "weight": parameter.detach(),
-                    **{key: state[key] for key in ("exp_avg", "exp_avg_sq")},
-                }
-                everywhere: list = [None] * process.world_size
+                own = [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+                everywhere: list = [None] * world
                 dist.all_gather_object(everywhere, own)
-                for expert, slots in enumerate(expert_maps[name].slots_E):
+                for expert, slots in enumerate(expert_map.slots_E):
                     held = [
-                        (rank, slot - expert_maps[name].own_slots(rank % config.mesh.ep).start)
-                        for rank in range(process.world_size)
+                        [tensor[slot - places.start] for tensor in everywhere[rank]]
+                        for rank in range(world)
                         for slot in slots
-                        if slot in expert_maps[name].own_slots(rank % config.mesh.ep)
+                        if slot in (places := expert_map.own_slots(rank % ep))
                     ]
-                    assert len(held) == len(slots) * process.world_size // config.mesh.ep
-                    for key in own:
-                        rows = [everywhere[rank][key][local] for rank, local in held]
-                        if not all(torch.equal(rows[0], row) for row in rows):
-                            unlike.append(f"{name}.{parameter_name} {key} of expert {expert}")
-                        assert rows[0].abs().sum() > 0 or key != "weight"
+                    assert len(held) == len(slots) * world // ep
+                    assert held[0][0].any()
+                    if not all(all(map(torch.equal, held[0], each)) for each in held):
+                        unlike.append(f"{name}.{parameter_name} of expert {expert}")
         return copies, unlike
 
 

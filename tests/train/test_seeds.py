@@ -8,7 +8,7 @@ import torch
 from family import gradients_of, make_uneven, own_depths, set_options, some_tokens, tiny_model
 from torch import Tensor
 
-from moebius.model.execution.draws import Draws, draw_uniform
+from moebius.model.execution.draws import Draws
 from moebius.model.execution.recompute import Recompute
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.family import FAMILY
@@ -177,11 +177,3 @@ def test_numbers_are_uniform_and_independent() -> None:
     neighbors = torch.cat((rows, rows.roll(1, 1)))  # of the same sequence, and of others
     off = torch.corrcoef(neighbors) - torch.eye(16)
     assert off.abs().max() < 5 * 2**-8
-
-
-def test_a_router_alone_is_seeded_by_torch() -> None:
-    torch.manual_seed(3)
-    first, second = (draw_uniform((4, 2), torch.device("cpu")) for _ in range(2))
-    torch.manual_seed(3)
-    assert torch.equal(draw_uniform((4, 2), torch.device("cpu")), first)
-    assert not torch.equal(first, second)

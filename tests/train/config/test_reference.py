@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from moebius.cli.main import main
-from moebius.train.config.reference import Key, changes, commented, keys
+from moebius.train.config.reference import changes, commented, keys
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
 from moebius.train.config.validation import known_keys, validated
@@ -57,18 +57,6 @@ def test_the_reference_and_a_run_know_the_same_keys() -> None:
 def test_a_key_says_what_it_accepts(path: str, type_: str, default: str, kinds: list[str]) -> None:
     key = KEYS[path]
     assert (key.type, key.default_text, key.kinds) == (type_, default, kinds)
-
-
-def test_units_follow_from_names() -> None:
-    def unit(path: str) -> str:
-        return Key(path, "integer", 1, "", "", []).unit
-
-    assert [unit("a.limit_s"), unit("a.size_bytes"), unit("train.steps"), unit("a.rows")] == [
-        "seconds",
-        "bytes",
-        "steps",
-        "",
-    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
