@@ -74,7 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # answer costs 5 s each time; here it has a second, in this process and in all that it starts.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     config.stash[LEFT_BEHIND] = {}
-    os.environ[SESSION_MARK] = _mark_of(config)
+    # pytest-xdist started this process; the environment does not tell, because a session inside a
+    # test inherits it. A worker's mark begins with its parent's.
+    worker = getattr(config, "workerinput", None)
+    parent = f"{os.environ[SESSION_MARK]}-" if worker else ""
+    os.environ[SESSION_MARK] = parent + secrets.token_hex(8)
     library.loaded()  # ranks that waited for the compiler would be late
 
 
@@ -83,14 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks most cases of the tests marked `sample(N)`: N remain, spread over all; 2N more are slow,
     and the others nightly.
     """
-    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    groups: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
-            groups.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
-    for group in groups.values():
-        marker = group[0].get_closest_marker("sample")
-        assert marker is not None
-        (kept,) = marker.args
+        if marker := item.get_closest_marker("sample"):
+            key = (item.path, item.name.partition("[")[0], marker.args[0])
+            groups.setdefault(key, []).append(item)
+    for (*_, kept), group in groups.items():
         fast = _spread(kept, len(group))
         others = [item for place, item in enumerate(group) if place not in fast]
         slow = _spread(2 * kept, len(others))
@@ -115,7 +117,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             os.kill(pid, signal.SIGKILL)
     session.config.stash[LEFT_BEHIND] |= left
     config: Any = session.config  # pytest-xdist's own attributes are in no type
-    if _is_worker(config):
+    if hasattr(config, "workeroutput"):
         config.workeroutput["left_behind"] = session.config.stash[LEFT_BEHIND]
     if session.config.stash[LEFT_BEHIND]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -139,21 +141,6 @@ def pytest_terminal_summary(
         )
 
 
-def _is_worker(config: Any) -> bool:
-    """Returns whether pytest-xdist started this process.
-
-    The environment does not tell, because a session inside a test inherits it.
-    """
-    return hasattr(config, "workerinput")
-
-
-def _mark_of(config: Any) -> str:
-    """Returns a new mark; a worker's begins with its parent's."""
-    if _is_worker(config):
-        return f"{os.environ[SESSION_MARK]}-{config.workerinput['workerid']}"
-    return secrets.token_hex(8)
-
-
 def _left_behind() -> dict[int, str]:
     """Returns this session's living processes except this one and multiprocessing's two: pid ->
     command line.
@@ -165,9 +152,7 @@ def _left_behind() -> dict[int, str]:
     left = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            ours = any(variable.startswith(mark) for variable in environment)
-            if ours and int(entry.name) not in own:
+            if int(entry.name) not in own and mark in (entry / "environ").read_bytes():
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                 left[int(entry.name)] = command.decode().strip()
         except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -23,7 +23,6 @@ from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import (
     Routes,
     head_to_token_routes,
-    routes_by_rule,
     slot_routes,
     token_routes,
     token_to_head_routes,
@@ -83,18 +82,11 @@ class Bank(nn.Module):
         self.dtype, self.activation = dtype, activation
         columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
         generator = torch.Generator().manual_seed(12)
-        shapes = {
-            "w_up": (WIDTH, columns),
-            "w_down": (HIDDEN, WIDTH),
-            "b_up": (columns,),
-            "b_down": (WIDTH,),
-        }
-        for name, shape in shapes.items():
+        shapes = {"w_up": (WIDTH, columns), "w_down": (HIDDEN, WIDTH)}
+        for name, shape in (shapes | {"b_up": (columns,), "b_down": (WIDTH,)}).items():
             full = torch.randn(EXPERTS, *shape, generator=generator).to(dtype)
-            wanted = bias or name.startswith("w")
-            self.register_parameter(
-                name, nn.Parameter(full[first : first + count].clone()) if wanted else None
-            )
+            own = nn.Parameter(full[first : first + count].clone())
+            self.register_parameter(name, own if bias or name.startswith("w") else None)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         return routed_mlp(
@@ -147,36 +139,29 @@ def case(kind: str, experts: Tensor, seed: int, dtype: torch.dtype = torch.float
     generator = torch.Generator().manual_seed(seed)
     tokens = len(experts)
     weights = torch.rand(experts.shape, generator=generator)
-    if kind == "head to token" or kind == "token to head":
+    if kind in ("head to token", "token to head"):
         make = head_to_token_routes if kind == "head to token" else token_to_head_routes
         by_head = torch.stack((experts, (experts + 3) % EXPERTS), 1)
         routes = make(by_head, torch.rand(by_head.shape, generator=generator), num_experts=EXPERTS)
     elif kind == "expert choice":
-        per_expert = 2
-        rows = tokens + 3  # equally many routes on every rank, of any number of rows
-        chosen = (
-            torch.rand(EXPERTS, rows, generator=generator).argsort(-1)[:, :per_expert].flatten()
-        )
-        slots = slot_routes(EXPERTS * per_expert, num_experts=EXPERTS, device=torch.device("cpu"))
-        weights = torch.rand(len(chosen), generator=generator)
+        # equally many routes on every rank, of any number of rows
+        scores = torch.rand(EXPERTS, tokens + 3, generator=generator)
+        chosen_N = scores.argsort(-1)[:, :2].flatten()
         routes = replace(
-            slots,
-            source_N=chosen,
-            target_N=chosen,
-            weight_N=weights,
-            num_targets=rows,
+            slot_routes(len(chosen_N), num_experts=EXPERTS, device=torch.device("cpu")),
+            source_N=chosen_N,
+            target_N=chosen_N,
+            weight_N=torch.rand(len(chosen_N), generator=generator),
+            num_targets=tokens + 3,
             per_source=0,
             per_target=0,
         )
     else:
         routes = token_routes(experts, weights, num_experts=EXPERTS)
-    if kind in ("dropped", "irregular"):
-        keep = torch.rand(len(routes.expert_N), generator=generator) < (
-            0.6 if kind == "dropped" else 2
-        )
-        routes = routes.kept(keep)
+    if kind == "dropped":
+        routes = routes.kept(torch.rand(len(routes.expert_N), generator=generator) < 0.6)
     if kind == "irregular":
-        routes = shuffled(routes, generator)
+        routes = shuffled(replace(routes, per_source=0, per_target=0), generator)
     num_sources = {"head to token": tokens * HEADS, "expert choice": tokens + 3}.get(kind, tokens)
     x = torch.randn(num_sources, WIDTH, generator=generator).to(dtype)
     grad = torch.randn(routes.num_targets, WIDTH, generator=generator).to(dtype)
@@ -210,26 +195,22 @@ def scene_case(
 def joined(cases: Sequence[Case]) -> Case:
     """All ranks' rows and routes as those of one rank, in the order of the ranks."""
     routes = [given.routes for given in cases]
-    rules = routes[0].per_source, routes[0].per_target
-    expert_N, weight_N = (
-        torch.cat([getattr(own, name) for own in routes]) for name in ("expert_N", "weight_N")
+    first_source = accumulate((len(given.x) for given in cases), initial=0)
+    first_target = accumulate((own.num_targets for own in routes), initial=0)
+    source_N, target_N = (
+        torch.cat([getattr(own, name) + n for own, n in zip(routes, first, strict=False)])
+        for name, first in (("source_N", first_source), ("target_N", first_target))
     )
-    sizes = {
-        "num_experts": routes[0].num_experts,
-        "num_targets": sum(own.num_targets for own in routes),
-    }
-    if all(rules):
-        whole = routes_by_rule(
-            expert_N, weight_N, **sizes, per_source=rules[0], per_target=rules[1]
-        )
-    else:
-        first_source = accumulate((len(given.x) for given in cases), initial=0)
-        first_target = accumulate((own.num_targets for own in routes), initial=0)
-        source_N, target_N = (
-            torch.cat([getattr(own, name) + n for own, n in zip(routes, first, strict=False)])
-            for name, first in (("source_N", first_source), ("target_N", first_target))
-        )
-        whole = Routes(source_N, expert_N, weight_N, target_N, **sizes, per_source=0, per_target=0)
+    whole = replace(
+        routes[0],
+        source_N=source_N,
+        target_N=target_N,
+        expert_N=torch.cat([own.expert_N for own in routes]),
+        weight_N=torch.cat([own.weight_N for own in routes]),
+        num_targets=sum(own.num_targets for own in routes),
+        per_expert=0,
+        equal_blocks=0,
+    )
     x, grad = (torch.cat([getattr(given, name) for given in cases]) for name in ("x", "grad"))
     return Case(x, whole, grad)
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -25,35 +26,27 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         self.requests.append(f"{self.command} {self.path}")
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
-        if match := re.fullmatch(r"api/((?:datasets|models)/[^/]+/[^/]+)(.*)", path):
-            self._api(match[1].removeprefix("models/"), match[2].strip("/"))
-        elif match := re.fullmatch(r"(.+?)/resolve/([^/]+)/(.+)", path):
-            self._file(match[1], match[3])
+        if match := re.fullmatch(r"api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(.*)", path):
+            answer, place = self._api, match[2].strip("/")
+        elif match := re.fullmatch(r"(.+?)/resolve/[^/]+/(.+)", path):
+            answer, place = self._file, match[2]
         else:
-            self._missing("RepoNotFound")
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        path = unquote(urlsplit(self.path).path).strip("/")
-        match = re.fullmatch(r"api/((?:datasets|models)/[^/]+/[^/]+)/paths-info/[^/]+", path)
-        files = self.repositories.get(match[1].removeprefix("models/")) if match else None
-        if files is None:
             return self._missing("RepoNotFound")
-        is_json = "json" in self.headers.get("Content-Type", "")
-        asked = json.loads(body)["paths"] if is_json else parse_qs(body).get("paths", [])
-        asked = [asked] if isinstance(asked, str) else asked
-        return self._json([one for path in asked for one in _entries(files) if one["path"] == path])
+        files = self.repositories.get(match[1])
+        return self._missing("RepoNotFound") if files is None else answer(match[1], files, place)
 
-    def _api(self, repository: str, rest: str) -> None:
-        files = self.repositories.get(repository)
-        if files is None:
-            return self._missing("RepoNotFound")
-        what, _, where = rest.partition("/")
+    do_HEAD = do_POST = do_GET
+
+    def _api(self, repository: str, files: dict[str, bytes], place: str) -> None:
+        what, _, where = place.partition("/")
+        if what == "paths-info":
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            is_json = "json" in self.headers.get("Content-Type", "")
+            asked = json.loads(body)["paths"] if is_json else parse_qs(body).get("paths", [])
+            asked = [asked] if isinstance(asked, str) else asked
+            return self._json([one for one in _entries(files) if one["path"] in asked])
         if what == "tree":
             folder = where.partition("/")[2]
             recursive = "recursive=true" in urlsplit(self.path).query.lower()
@@ -62,10 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = repository.removeprefix("datasets/")
         return self._json({"id": name, "sha": COMMIT, "siblings": siblings, "private": False})
 
-    def _file(self, repository: str, name: str) -> None:
-        files = self.repositories.get(repository)
-        if files is None:
-            return self._missing("RepoNotFound")
+    def _file(self, _: str, files: dict[str, bytes], name: str) -> None:
         if name not in files:
             return self._missing("EntryNotFound")
         content, status, extra = files[name], 200, {}
@@ -92,14 +82,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entries(files: dict[str, bytes]) -> list[dict[str, object]]:
-    found: dict[str, dict[str, object]] = {}
-    for path, content in sorted(files.items()):
-        for end in (place for place, character in enumerate(path) if character == "/"):
-            folder = path[:end]
-            found[folder] = {"type": "directory", "path": folder, "oid": "0", "size": 0}
+    """Returns the files and their folders."""
+    folders = {str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."}
+    found = [{"type": "directory", "path": each, "oid": "0", "size": 0} for each in folders]
+    for path, content in files.items():
         oid = hashlib.sha1(content).hexdigest()
-        found[path] = {"type": "file", "path": path, "oid": oid, "size": len(content)}
-    return list(found.values())
+        found.append({"type": "file", "path": path, "oid": oid, "size": len(content)})
+    return sorted(found, key=lambda one: str(one["path"]))
 
 
 def _listing(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
@@ -113,12 +102,11 @@ def serve_hub(repositories: Repositories) -> Iterator[tuple[str, list[str]]]:
     """Serves the repositories; yields the endpoint and the requests so far."""
     requests: list[str] = []
     handler = type("Handler", (_Handler,), {"repositories": repositories, "requests": requests})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", requests
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,8 +1,7 @@
 """A sink that records, fails or hangs on demand, and lines to write to sinks."""
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -48,14 +47,6 @@ def in_background(fake: FakeSink, *, capacity: int = CAPACITY) -> BackgroundSink
     return BackgroundSink(
         "fake", fake.open, first_step=1, advice="make room", first_pause_s=0.001, capacity=capacity
     )
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Waits for a condition; fails after two minutes."""
-    end_s = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
 
 
 def facts_of(run_dir: Path) -> RunFacts:

@@ -103,8 +103,8 @@ def equal_counts(kind: str) -> tuple[Routes, int]:
 
 def on_device(routes: Routes, device: str) -> Routes:
     """The same routes there."""
-    names = ("source_N", "expert_N", "weight_N", "target_N")
-    return replace(routes, **{name: getattr(routes, name).to(device) for name in names})
+    moved = {name: each.to(device) for name, each in vars(routes).items() if torch.is_tensor(each)}
+    return replace(routes, **moved)
 
 
 # Calls --------------------------------------------------------------------------------------------
@@ -135,33 +135,22 @@ class Perceptrons:
 def make_call(
     name: str | Case, activation: str, biases: str, *, seed: int = 1, kink: bool = True
 ) -> tuple[Perceptrons, Tensor, list[Tensor], Routes]:
-    """An operation, its rows, weights and routes; without the kink no rounding flips a ReLU."""
+    """An operation, its rows, weights and routes. Without the kink, inputs are positive and columns
+    of one sign: rounding then never flips a ReLU, which would be no error of the kernel.
+    """
     case = CASES[name] if isinstance(name, str) else name
-    operation, generator = (
-        Perceptrons(activation, BIASES[biases]),
-        torch.Generator().manual_seed(seed),
-    )
+    operation = Perceptrons(activation, BIASES[biases])
+    generator = torch.Generator().manual_seed(seed)
     routes = make_routes(case, generator)
     x = torch.randn(case.tokens, case.d_in, generator=generator)
-    weights = operation.weights(case, generator)
+    w_up, *rest = operation.weights(case, generator)
     if not kink and activation == "relu":
-        x, weights = away_from_the_kink(x, weights, operation)
-    return operation, x, weights, routes
-
-
-def away_from_the_kink(
-    x: Tensor, weights: Sequence[Tensor], operation: Perceptrons
-) -> tuple[Tensor, list[Tensor]]:
-    """Positive inputs and columns of one sign: rounding then never flips a ReLU, which would be no
-    error of the kernel.
-    """
-    w_up, *rest = weights
-    signs = torch.ones(w_up.shape[2])
-    signs[::3] = -1
-    x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs.to(w_up.dtype)
-    if "b_up_EF" in operation.biases:
-        rest[1] = rest[1].abs() * w_up[:, 0].sign()
-    return x, [w_up, *rest]
+        signs = torch.ones(w_up.shape[2], dtype=w_up.dtype)
+        signs[::3] = -1
+        x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs
+        if "b_up_EF" in operation.biases:
+            rest[1] = rest[1].abs() * signs
+    return operation, x, [w_up, *rest], routes
 
 
 def values_and_gradients(
@@ -196,13 +185,13 @@ def expected_and_grad(
     """The reference's output and gradients in float64, and the output gradient that they are for
     (small integers by default).
     """
-    exact = [value.double() for value in (x, *weights)]
     if grad is None:
         d_out = weights[1 if len(weights) > 1 else 0].shape[2]
         generator = torch.Generator().manual_seed(5)
         grad = torch.randint(-3, 4, (routes.num_targets, d_out), generator=generator).to(x.dtype)
+    exact = [value.double() for value in weights]
     routes = routes.with_weights(routes.weight_N.double())
-    return values_and_gradients(operation, exact[0], exact[1:], routes, grad, "reference"), grad
+    return values_and_gradients(operation, x.double(), exact, routes, grad, "reference"), grad
 
 
 def check(

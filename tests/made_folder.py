@@ -38,7 +38,6 @@ class Document:
 
     tokens: tuple[int, ...]
     prompt: int = 0
-    record_id: str = ""
 
 
 def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False) -> list[Document]:
@@ -59,13 +58,8 @@ def source_entry(name: str, **changes: Any) -> SourceEntry:
 
 def header_of(sources: Sequence[SourceEntry], **changes: Any) -> Header:
     """Returns the first manifest of a folder of raw bytes."""
-    tokenizer = TokenizerEntry(
-        kind="bytes",
-        file="tokenizer.json",
-        sha256=HASH,
-        vocab_size=257,
-        end_of_document_id=END,
-    )
+    ids = {"vocab_size": 257, "end_of_document_id": END}
+    tokenizer = TokenizerEntry(kind="bytes", file="tokenizer.json", sha256=HASH, **ids)
     values: dict[str, Any] = {"spec_hash": HASH, "spec": {"tokenizer": "bytes"}}
     return Header(tokenizer=tokenizer, sources=tuple(sources), **(values | changes))
 
@@ -93,7 +87,6 @@ class MadeFolder:
     folder: Path
     sources: tuple[str, ...] = ("text",)
     with_prompts: frozenset[str] = frozenset()
-    with_record_ids: frozenset[str] = frozenset()
     batch_tokens: int = 100
     documents: dict[str, list[list[Document]]] = field(default_factory=dict)
     validation: dict[str, list[list[Document]]] = field(default_factory=dict)
@@ -105,15 +98,9 @@ class MadeFolder:
         self._shards = dict.fromkeys(self.sources, 0)
         self._writer = ManifestWriter(self.folder)
         sources = [
-            source_entry(
-                name,
-                has_loss_mask=name in self.with_prompts,
-                has_record_id=name in self.with_record_ids,
-            )
-            for name in self.sources
+            source_entry(name, has_loss_mask=name in self.with_prompts) for name in self.sources
         ]
-        header = header_of(sources, batch_tokens=self.batch_tokens, segment_tokens=1)
-        self._writer.append(header)
+        self._writer.append(header_of(sources, batch_tokens=self.batch_tokens, segment_tokens=1))
 
     def seal(
         self,
@@ -124,15 +111,16 @@ class MadeFolder:
         shards: int = 1,
     ) -> "MadeFolder":
         """Adds a segment to a source."""
-        entries = []
+        entries, in_order = [], list[Document]()
         for part in range(shards):
-            entries.append(self._shard(source, "train", train[part::shards]))
+            own = train[part::shards]
+            in_order += own
+            entries.append(self._shard(source, "train", own))
             if part == 0 and validation:
                 entries.append(self._shard(source, "validation", validation))
             self._shards[source] += 1
         number = len(self.documents[source])
         self._writer.append(Segment(source=source, number=number, shards=tuple(entries)))
-        in_order = [document for part in range(shards) for document in train[part::shards]]
         self.documents[source].append(in_order)
         self.validation[source].append(list(validation))
         return self
@@ -160,41 +148,26 @@ class MadeFolder:
 
     def learned(self, source: str, segment: int) -> list[bool]:
         """Returns for each token of a segment whether it is outside prompts."""
-        return [
-            place >= one.prompt
-            for one in self.documents[source][segment]
-            for place in range(len(one.tokens))
-        ]
+        within = self.documents[source][segment]
+        return [place >= one.prompt for one in within for place in range(len(one.tokens))]
 
     def document_of(self, source: str, segment: int) -> list[int]:
         """Returns each token's document number in a segment."""
-        return [
-            number for number, one in enumerate(self.documents[source][segment]) for _ in one.tokens
-        ]
+        within = self.documents[source][segment]
+        return [number for number, one in enumerate(within) for _ in one.tokens]
 
     def _shard(self, source: str, split: Split, documents: Sequence[Document]) -> ShardEntry:
         name = shard_name(source, split, self._shards[source])
-        schema = shard_schema(
-            257,
-            has_loss_mask=source in self.with_prompts,
-            has_record_id=source in self.with_record_ids,
-        )
+        schema = shard_schema(257, has_loss_mask=source in self.with_prompts, has_record_id=False)
         path = self.folder / name
         with open(path, "wb") as file, open(self.folder / index_name(name), "wb") as index:
             writer = ShardWriter(file, schema=schema, batch_tokens=self.batch_tokens)
             for number, one in enumerate(documents):
-                tokens = np.array(one.tokens, dtype=np.uint16)
+                tokens, size = np.array(one.tokens, dtype=np.uint16), len(one.tokens)
                 digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+                place = (source, number)
                 writer.add(
-                    TokenDocument(
-                        tokens,
-                        digest,
-                        len(one.tokens),
-                        source,
-                        number,
-                        num_prompt_tokens=one.prompt,
-                        record_id=one.record_id,
-                    )
+                    TokenDocument(tokens, digest, size, *place, num_prompt_tokens=one.prompt)
                 )
             return writer.close(name=name, split=split, source=source, label=name, index_file=index)
 

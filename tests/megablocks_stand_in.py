@@ -29,9 +29,8 @@ class StandIn:
         """Row i of the result is x[indices[i] // top_k]."""
         self.calls.append("gather")
         self._check_places(indices, bin_ids, bins)
-        assert x.ndim == 2
-        assert x.is_contiguous()
-        assert indices.shape[0] == x.shape[0] * top_k
+        _check_contiguous(x)
+        assert (x.ndim, len(indices)) == (2, len(x) * top_k)
         return x[(indices // top_k).long()]
 
     def scatter(
@@ -39,19 +38,18 @@ class StandIn:
         x: Tensor,
         indices: Tensor,
         bin_ids: Tensor,
-        weights: Tensor | None,
+        weights: None,
         bins: Tensor,
         top_k: int,
     ) -> Tensor:
         """Row indices[i] of a list is row i of x; of that list, the sums of top_k neighbours."""
         self.calls.append("scatter")
         self._check_places(indices, bin_ids, bins)
+        _check_contiguous(x)
         assert weights is None
-        assert x.is_contiguous()
-        num_rows = indices.shape[0]
-        out = torch.full((num_rows, x.shape[1]), float("nan"), dtype=x.dtype)
-        out[indices.long()] = x[:num_rows]
-        return out.view(num_rows // top_k, top_k, -1).sum(1)
+        out = torch.full((len(indices), x.shape[1]), float("nan"), dtype=x.dtype)
+        out[indices.long()] = x[: len(indices)]
+        return out.unflatten(0, (-1, top_k)).sum(1)
 
     def gmm(
         self,
@@ -64,33 +62,32 @@ class StandIn:
     ) -> Tensor:
         """Group by group a · b, with b of each group transposed, or aᵀ · b of the group's rows."""
         self.calls.append("trans_a" if trans_a else "trans_b" if trans_b else "plain")
-        assert not (trans_a and trans_b)
-        assert batch_sizes.dtype == torch.int64
-        assert batch_sizes.device.type == "cpu"
-        assert a.is_contiguous()
-        assert b.is_contiguous()
+        assert (batch_sizes.dtype, batch_sizes.device.type) == (torch.int64, "cpu")
+        _check_contiguous(a, b)
         assert (a.ndim, b.ndim) == (2, 2 if trans_a else 3)
-        sizes = batch_sizes.tolist()
+        rows = a.split(batch_sizes.tolist())
         if trans_a:
+            assert not trans_b
             assert c is None
-            groups = zip(a.split(sizes), b.split(sizes), strict=True)
-            return torch.stack([left.T @ right for left, right in groups])
+            others = b.split(batch_sizes.tolist())
+            return torch.stack([x.T @ y for x, y in zip(rows, others, strict=True)])
         matrices = b.transpose(1, 2) if trans_b else b
-        groups = zip(a.split(sizes), matrices, strict=True)
-        result = torch.cat([rows @ matrix for rows, matrix in groups])
+        result = torch.cat([x @ matrix for x, matrix in zip(rows, matrices, strict=True)])
         if c is None:
             return result
-        assert c.is_contiguous()
+        _check_contiguous(c)
         return c.copy_(result)
 
     def _check_places(self, indices: Tensor, bin_ids: Tensor, bins: Tensor) -> None:
         """Place i is in its bin; all of it in 32 bits, as the kernels read it."""
         assert {t.dtype for t in (indices, bin_ids, bins)} == {torch.int32}
         assert indices.shape == bin_ids.shape
-        starts = torch.cat((bins.new_zeros(1), bins))
-        places = torch.arange(len(indices))
-        assert bool((starts[bin_ids.long()] <= places).all())
-        assert bool((places < bins[bin_ids.long()]).all())
+        sizes = bins.diff(prepend=bins.new_zeros(1))
+        assert torch.equal(bin_ids.long(), torch.arange(len(bins)).repeat_interleave(sizes.long()))
+
+
+def _check_contiguous(*tensors: Tensor) -> None:
+    assert all(each.is_contiguous() for each in tensors)
 
 
 @contextmanager

@@ -17,18 +17,14 @@ def every_pair(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
     Greedy and deterministic: the combination with most new pairs comes next, the first of equals.
     """
-    places = [range(len(factor)) for factor in factors]
-    left = {places_: _pairs(places_) for places_ in product(*places)}
+    left = {chosen: set(combinations(enumerate(chosen), 2)) for chosen in product(*factors)}
     wanted = set().union(*left.values())
-    chosen = []
+    found = []
     while wanted:
         best = max(left, key=lambda combination: len(left[combination] & wanted))
         wanted -= left.pop(best)
-        chosen.append(best)
-    return [
-        tuple(factor[place] for factor, place in zip(factors, best, strict=True))
-        for best in sorted(chosen)
-    ]
+        found.append(best)
+    return [chosen for chosen in product(*factors) if chosen in found]
 
 
 def parametrize_pairs(
@@ -39,19 +35,17 @@ def parametrize_pairs(
     A key that is a tuple of names takes values with as many parts: tuples, or `pytest.param`s.
     """
     values = [[_as_param(value) for value in column] for column in factors.values()]
-    quick = {tuple(map(id, combination)) for combination in every_pair(*values)}
+    places = [range(len(column)) for column in values]
+    quick = every_pair(*places)
     params, seldom = [], cycle((pytest.mark.nightly, pytest.mark.slow, pytest.mark.nightly))
-    for combination in product(*values):
-        marks = () if tuple(map(id, combination)) in quick else (next(seldom),)
+    for place in product(*places):
+        combination = [column[number] for column, number in zip(values, place, strict=True)]
+        marks = () if place in quick else (next(seldom),)
         flat = [part for param in combination for part in param.values]
         name = "-".join(str(param.id) for param in combination)
         params.append(pytest.param(*flat, marks=marks, id=name))
     names = [name for key in factors for name in ((key,) if isinstance(key, str) else key)]
     return pytest.mark.parametrize(names, params)
-
-
-def _pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(combinations(enumerate(combination), 2))
 
 
 def _as_param(value: Any) -> Any:
@@ -69,8 +63,10 @@ def slow_but(every: Iterable[Any], *fast: Any, names: int = 1) -> list[Any]:
     values = list(every)
     assert set(fast) <= set(values), set(fast) - set(values)
     return [
-        value
-        if value in fast
-        else pytest.param(*(value if names > 1 else (value,)), marks=pytest.mark.slow)
+        value if value in fast else pytest.param(*_parts(value, names), marks=pytest.mark.slow)
         for value in values
     ]
+
+
+def _parts(value: Any, names: int) -> tuple[Any, ...]:
+    return value if names > 1 else (value,)

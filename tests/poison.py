@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import sys
 
 
 class PanicError(BaseException):
@@ -20,29 +19,27 @@ class HomemadeError(Exception):
         super().__init__(f"homemade {one} {two}")
 
 
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-_HARM = {
-    "EXIT": lambda: os._exit(3),
-    "SEGMENTATION": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "KILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SYSTEMEXIT": lambda: sys.exit(5),
-    "PANIC": lambda: _raise(PanicError(3, 4)),
-    "HOMEMADE": lambda: _raise(HomemadeError(3, 4)),
-    "VALUE": lambda: _raise(ValueError("the detector is at its wits' end")),
-    "BADGZIP": lambda: _raise(OSError("not a gzipped file")),
-    "MEMORY": lambda: _raise(MemoryError()),
-    "FULL": lambda: _raise(OSError(errno.ENOSPC, "No space left on device")),
-    "BROKEN": lambda: _raise(OSError(errno.EIO, "Input/output error")),
-    "MODULE": lambda: _raise(ModuleNotFoundError("No module named 'fasttext'")),
-    "CTRLC": lambda: _raise(KeyboardInterrupt()),
+_KILLED = {"SEGMENTATION": signal.SIGSEGV, "KILL": signal.SIGKILL}
+_RAISED = {
+    "SYSTEMEXIT": SystemExit(5),
+    "PANIC": PanicError(3, 4),
+    "HOMEMADE": HomemadeError(3, 4),
+    "VALUE": ValueError("the detector is at its wits' end"),
+    "BADGZIP": OSError("not a gzipped file"),
+    "MEMORY": MemoryError(),
+    "FULL": OSError(errno.ENOSPC, "No space left on device"),
+    "BROKEN": OSError(errno.EIO, "Input/output error"),
+    "MODULE": ModuleNotFoundError("No module named 'fasttext'"),
+    "CTRLC": KeyboardInterrupt(),
 }
 
 
 def keep_what_does_no_harm(text: str) -> None:
     """Keeps every harmless text."""
-    for word, harm in _HARM.items():
-        if f"POISON {word}" in text:
-            harm()
+    for word in text.partition("POISON ")[2].split()[:1]:
+        if word == "EXIT":
+            os._exit(3)
+        if word in _KILLED:
+            os.kill(os.getpid(), _KILLED[word])
+        if word in _RAISED:
+            raise _RAISED[word]

@@ -1,6 +1,6 @@
 """Route lists over ranks, and their expected sends, computed by loops over Python numbers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ CASES = {
     "more ranks than tokens": (2, 1, 2, 2, 3, 15),
     "no token": (0, 1, 1, 2, 4, 2),
 }
+_INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def addresses(name: str, *, shuffled: bool = False) -> Addresses:
@@ -55,72 +56,39 @@ def weights(to: Addresses, dtype: torch.dtype = torch.float32) -> Tensor:
     return weight_N
 
 
-@dataclass
-class Expected:
-    """What is sent, as plain numbers."""
-
-    counts: list[list[int]]
-    destination: list[int]
-    metadata: list[tuple[int, int, int, float]]
-    place: list[int]
-    sources: tuple[list[int], list[int], list[int]]
-    targets: tuple[list[int], list[int], list[int]]
-
-
-def expected(to: Addresses, weight_N: Tensor) -> Expected:
-    """Goes through the routes one by one."""
+def check_sends(to: Addresses, counts: SendCounts, packed: PackedSends, weight_N: Tensor) -> None:
+    """Compares what was counted and written down with loops over the routes."""
     source, target, expert, rank, slot = (
         each.tolist() for each in (to.source_N, to.target_N, to.expert_N, to.rank_E, to.slot_E)
     )
-    destination = [rank[expert[n]] for n in range(len(source))]
-    there = range(to.num_ranks)
-    rows = [sorted({source[n] for n, v in enumerate(destination) if v == own}) for own in there]
-    targets = [sorted({target[n] for n, v in enumerate(destination) if v == own}) for own in there]
-    order = [n for own in there for n, v in enumerate(destination) if v == own]
-    return Expected(
-        [[len(rows[v]), destination.count(v), len(targets[v])] for v in there],
-        destination,
-        [
-            (
-                slot[expert[n]],
-                rows[destination[n]].index(source[n]),
-                targets[destination[n]].index(target[n]),
-                weight_N[n].item(),
-            )
-            for n in order
-        ],
-        [order.index(n) for n in range(len(source))],
-        _pairs(rows, to.num_sources),
-        _pairs(targets, to.num_targets),
-    )
-
-
-def check_sends(to: Addresses, counts: SendCounts, packed: PackedSends, weight_N: Tensor) -> None:
-    """Compares what was counted and written down with the loops."""
-    wanted = expected(to, weight_N)
+    destination = [rank[each] for each in expert]
+    routes = [[n for n, v in enumerate(destination) if v == own] for own in range(to.num_ranks)]
+    rows = [sorted({source[n] for n in own}) for own in routes]
+    targets = [sorted({target[n] for n in own}) for own in routes]
     assert counts.counts_P3.dtype is torch.int64
-    assert counts.counts_P3.tolist() == wanted.counts
-    assert counts.destination_N.tolist() == wanted.destination
-    integers = packed.metadata_N4.view(
-        {torch.float32: torch.int32, torch.float64: torch.int64}[weight_N.dtype]
-    )
-    assert [tuple(row[:3]) for row in integers.tolist()] == [row[:3] for row in wanted.metadata]
-    assert packed.place_N.tolist() == wanted.place
-    bits = torch.empty_like(weight_N)
-    bits[packed.place_N.long()] = weight_N
-    assert torch.equal(
-        bits.view(integers.dtype), packed.metadata_N4[:, 3].contiguous().view(integers.dtype)
-    )
-    _check_pairs(packed.sources, wanted.sources)
+    assert counts.counts_P3.T.tolist() == [[*map(len, each)] for each in (rows, routes, targets)]
+    assert counts.destination_N.tolist() == destination
+
+    order = [n for own in routes for n in own]
+    assert packed.place_N.tolist() == [order.index(n) for n in range(len(source))]
+    numbers_N4 = packed.metadata_N4.view(_INTEGER[weight_N.dtype])
+    assert numbers_N4[:, :3].tolist() == [
+        [
+            slot[expert[n]],
+            rows[destination[n]].index(source[n]),
+            targets[destination[n]].index(target[n]),
+        ]
+        for n in order
+    ]
+    assert torch.equal(numbers_N4[:, 3], weight_N.view(numbers_N4.dtype)[order])
+    _check_pairs(packed.sources, rows, to.num_sources)
     assert (packed.targets is None) == to.into_sources
-    _check_pairs(packed.targets or packed.sources, wanted.targets)
+    _check_pairs(packed.targets or packed.sources, targets, to.num_targets)
 
 
 def check_received(came: UnpackedSends, metadata_R4: Tensor, received_P3: Tensor) -> None:
     """Compares what was read with a loop over the sources."""
-    integers = metadata_R4.view(
-        {torch.float32: torch.int32, torch.float64: torch.int64}[metadata_R4.dtype]
-    ).tolist()
+    integers = metadata_R4.view(_INTEGER[metadata_R4.dtype]).tolist()
     wanted, first_row, first_target = list[tuple[int, int, int]](), 0, 0
     for rows, routes, targets in received_P3.tolist():
         for slot, row, target, _ in integers[len(wanted) : len(wanted) + routes]:
@@ -138,14 +106,11 @@ def with_wrong(to: Addresses, what: str) -> Addresses:
     return replace(to, **{what: wrong_N}, into_sources=False)
 
 
-def _pairs(rows: list[list[int]], num_rows: int) -> tuple[list[int], list[int], list[int]]:
+def _check_pairs(pairs: RowPairs, rows: list[list[int]], num_rows: int) -> None:
+    """Compares with the rows that go to each rank."""
     listed = [(v, u) for v, own in enumerate(rows) for u in own]
+    pairs = pairs.first(len(listed))
     by_row = sorted(range(len(listed)), key=lambda i: listed[i][::-1])
-    first = [sum(u < row for _, u in listed) for row in range(num_rows)]
-    return [u for _, u in listed], by_row, first
-
-
-def _check_pairs(pairs: RowPairs, wanted: tuple[list[int], list[int], list[int]]) -> None:
-    pairs = pairs.first(len(wanted[0]))
-    found = (pairs.row_N.tolist(), pairs.by_row_N.tolist(), pairs.first_U.tolist())
-    assert found == wanted
+    assert pairs.row_N.tolist() == [u for _, u in listed]
+    assert pairs.by_row_N.tolist() == by_row
+    assert pairs.first_U.tolist() == [sum(u < row for _, u in listed) for row in range(num_rows)]

@@ -53,10 +53,8 @@ def count_of(manifest: DatasetManifest, field: str, split: str = "") -> int:
 def dropped(manifest: DatasetManifest) -> dict[str, int]:
     """Counts the dropped documents of all sources, by reason."""
     assert manifest.completion is not None
-    counts: Counter[str] = Counter()
-    for of_source in manifest.completion.dropped.values():
-        counts.update(of_source)
-    return dict(counts)
+    by_source = map(Counter, manifest.completion.dropped.values())
+    return dict(sum(by_source, Counter()))
 
 
 def documents_by_split(*inputs: object, **options: Any) -> list[list[Document]]:

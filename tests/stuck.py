@@ -68,10 +68,9 @@ def release(folder: Path) -> None:
 
 def _own_mounts() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.unshare(_NEW_MOUNTS) == 0 and _mount("none", "/", None, _PRIVATE, None) == 0
+    return libc.unshare(_NEW_MOUNTS) == 0 and _mount("none", "/", "", _PRIVATE, "") == 0
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> int:
-    texts = [text.encode() if text is not None else None for text in (source, target, kind)]
-    data = options.encode() if options is not None else None
-    return ctypes.CDLL(None).mount(*texts, ctypes.c_ulong(flags), data)
+def _mount(source: str, target: str, kind: str, flags: int, options: str) -> int:
+    texts = [text.encode() for text in (source, target, kind)]
+    return ctypes.CDLL(None).mount(*texts, ctypes.c_ulong(flags), options.encode())

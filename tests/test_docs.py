@@ -220,22 +220,15 @@ def _refusal(words: list[str]) -> str | None:
 def blocks_can_be_copied(text: str) -> list[str]:
     """Checks that a shell's block holds commands alone, and that Python and TOML can be read."""
     wrong = []
-    for found in FENCE.finditer(text):
-        language, block = found[1], found[2]
-        prompts = re.findall(r"^ *(?:\$|>>>) .*$", block, re.MULTILINE)
-        wrong += [f"{line}: leave the prompt out" for line in prompts]
-        if language == "console":
-            wrong.append(f"{block.splitlines()[0]}: write sh for commands, text for their output")
-        elif language == "sh":
-            lines = block.replace("\\\n", "").splitlines()
-            wrong += [f"{line}: is no command" for line in lines if not SHELL.match(line)]
-        elif language in READERS and "--8<--" not in block:
+    for block in blocks(text, "sh"):
+        lines = block.replace("\\\n", "").splitlines()
+        wrong += [f"{line}: is no command" for line in lines if not SHELL.match(line)]
+    for language, read in READERS.items():
+        for block in (each for each in blocks(text, language) if "--8<--" not in each):
             try:
-                READERS[language](block)
-            except ValueError as error:
+                read(block)
+            except (ValueError, SyntaxError) as error:
                 wrong.append(f"{block.splitlines()[0]}: {error}")
-            except SyntaxError as error:
-                wrong.append(f"{error.text}: {error.msg}")
     return wrong
 
 
@@ -245,15 +238,14 @@ def recipes_fit(text: str) -> list[str]:
 
     wrong = []
     for block in (found for found in blocks(text, "python") if "moebius.recipe(" in found):
-        for node in ast.walk(ast.parse(block)):
-            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "moebius.recipe":
-                continue
-            words = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
+        calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+        for call in (each for each in calls if ast.unparse(each.func) == "moebius.recipe"):
+            words = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
             try:
-                config = moebius.recipe(*map(ast.literal_eval, node.args), **words)
+                config = moebius.recipe(*map(ast.literal_eval, call.args), **words)
                 config.check_world(config.world_size)
             except ValueError as error:
-                wrong.append(f"{ast.unparse(node)}: {error}")
+                wrong.append(f"{ast.unparse(call)}: {error}")
     return wrong
 
 
@@ -299,15 +291,9 @@ FAULTS: list[tuple[Check, str, str]] = [
     (names_exist, "`Routes.never_heard_of`", "no source knows never_heard_of"),
     (names_exist, "`NeverHeardOf(1)`", "no source knows NeverHeardOf"),
     (commands_can_be_given, "```sh\nmoebius trian smoke\n```\n", "the command line refuses"),
-    (
-        commands_can_be_given,
-        "```sh\nmoebius train smoke train.stepz=1\n```\n",
-        "did you mean",
-    ),
+    (commands_can_be_given, "```sh\nmoebius train smoke train.stepz=1\n```\n", "did you mean"),
     (commands_can_be_given, "```sh\nmake nothing\n```\n", "no such target"),
-    (blocks_can_be_copied, "```sh\n$ moebius models\n```\n", "leave the prompt out"),
     (blocks_can_be_copied, "```sh\nmoebius models\nrecipe  parameters\n```\n", "is no command"),
-    (blocks_can_be_copied, "```console\nmoebius models\n```\n", "write sh for commands"),
     (blocks_can_be_copied, "```python\nprint(1\n```\n", "never closed"),
     (blocks_can_be_copied, "```toml\n[train\nsteps = 1\n```\n", "[train"),
     (
@@ -341,29 +327,3 @@ def test_words_of_other_frameworks_are_one_table() -> None:
     ]
     assert page.partition("|---|---|\n")[2].splitlines() == rows
     assert {meant for meant in table if " " not in meant} <= known
-    assert len(page.replace("|", "").split()) <= 700
-
-
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("muon", "train.md"),
-        ("learning rate", "train.md"),
-        ("sweep", "train.md"),
-        ("jupyter", "train.md"),
-        ("lora", "train.md"),
-        ("gradient checkpointing", "words.md"),
-        ("mixed precision", "words.md"),
-        ("flash attention", "words.md"),
-        ("freeze", "words.md"),
-        ("early stopping", "words.md"),
-        ("oom", "words.md"),
-        ("multi gpu", "words.md"),
-        ("gradient accumulation", "words.md"),
-        ("pandas", "metrics.md"),
-        ("resume", "recover.md"),
-        ("router", "extend.md"),
-    ],
-)
-def test_what_people_search_for_is_on_the_page_that_they_mean(words: str, page: str) -> None:
-    assert words in _text(f"docs/{page}").lower()

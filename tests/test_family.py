@@ -5,7 +5,6 @@ float32 and with EP 2 in bfloat16 (EP 1 and 4 are slow); a resumed run against a
 bit for bit; a checkpoint of two ranks continued on one.
 """
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from pairwise import slow_but
 from parts import make_config
 from small_corpus import shards_of_words
 from torch import Tensor
+from trained import by_step, column, run_training
 from world import run_ranks
 
 from moebius.distributed.gradients import GradientReducer, parameters_to_reduce
@@ -37,11 +37,11 @@ from moebius.distributed.process.process import start_process
 from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
-from moebius.train.loop import train
 from moebius.train.loss import micro_batch_loss
 from moebius.train.recipes.family import FAMILY
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
+MIDWAY = "checkpoints/step_00000002"
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
 WITHOUT_CHANCE: dict[str, dict[str, Any]] = {
     "sigma_moe_original": {
@@ -59,9 +59,9 @@ SWITCHED = "transition, switched"  # what a transition is once it has become a S
 
 def at(name: str) -> tuple[str, int, dict[str, Any]]:
     """Returns the recipe of that name, the optimizer steps to test it at, and what is changed."""
-    if name == SWITCHED:
-        return "transition", 10**9, {}
-    return name, 0, WITHOUT_CHANCE.get(name, {})
+    return (
+        ("transition", 10**9, {}) if name == SWITCHED else (name, 0, WITHOUT_CHANCE.get(name, {}))
+    )
 
 
 def loss_of(model: Transformer, rows: Tensor, dtype: torch.dtype, *, rank: int) -> Tensor:
@@ -90,19 +90,10 @@ def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]
         loss = loss_of(model, rows, dtype, rank=rank)
         loss.backward()
         total += loss.item()
-    gradients = {
+    return total, {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
     }
-    return total, gradients
-
-
-def own_experts(whole: Tensor, mesh: Mesh, *, is_sharded: bool) -> Tensor:
-    """Returns this rank's block of an expert tensor, or any other tensor unchanged."""
-    if not is_sharded:
-        return whole
-    block = local_experts(mesh.layout, mesh.rank, whole.shape[0])
-    return whole[block.start : block.stop]
 
 
 def difference(folder: Path, name: str, mesh: Mesh, dtype: torch.dtype) -> float:
@@ -120,9 +111,15 @@ def difference(folder: Path, name: str, mesh: Mesh, dtype: torch.dtype) -> float
         stored=torch.float64 if dtype is torch.float64 else torch.float32,
     )
     sharded = expert_names(model)
+
+    def own(key: str, whole: Tensor) -> Tensor:
+        """Returns this rank's block of an expert tensor, or any other tensor unchanged."""
+        block = local_experts(mesh.layout, mesh.rank, len(whole)) if key in sharded else None
+        return whole if block is None else whole[block.start : block.stop]
+
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.copy_(own_experts(start[key], mesh, is_sharded=key in sharded))
+            parameter.copy_(own(key, start[key]))
     model.before_step(step)
     loss = loss_of(model, rows_of(mesh.rank), dtype, rank=mesh.rank)
     loss.backward()
@@ -133,7 +130,7 @@ def difference(folder: Path, name: str, mesh: Mesh, dtype: torch.dtype) -> float
     whole_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None
-        theirs = own_experts(expected[key], mesh, is_sharded=key in sharded)
+        theirs = own(key, expected[key])
         # Relative to the whole tensor, since a block of experts that nobody chose has no size of
         # its own; what is a millionth of the whole gradient is rounding of the rest.
         size = expected[key].norm() + 1e-6 * whole_norm
@@ -201,12 +198,11 @@ def run_config(
     )
 
 
-def logged(run_dir: Path) -> dict[int, dict]:
-    """Returns a step's logged figures about the model, by step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def logged(config: Config, run_dir: Path) -> dict[int, dict]:
+    """Trains, and returns the steps' logged figures about the model."""
+    assert run_training(config, run_dir) == "finished"
     kept = ("loss", "regularisation", "grad_norm", "auxiliary_losses", "expert_load")
-    trained = [line for line in lines if line["kind"] == "train"]
-    return {line["step"]: {key: line.get(key) for key in kept} for line in trained}
+    return {step: {key: line.get(key) for key in kept} for step, line in by_step(run_dir).items()}
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, "moeut", "switch", "expert_choice"))
@@ -215,14 +211,11 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(
 ) -> None:
     precision = "bfloat16" if NAMES.index(name) % 2 else "float32"
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    config, midway = run_config(name, data, precision=precision), "checkpoints/step_00000002"
-    whole.mkdir()
-    assert train(config, whole) == "finished"
-    shutil.copytree(whole / midway, parted / midway)
-    assert train(config, parted) == "finished"
-    expected, found = logged(whole), logged(parted)
+    config = run_config(name, data, precision=precision)
+    expected = logged(config, whole)
+    shutil.copytree(whole / MIDWAY, parted / MIDWAY)
     assert list(expected) == [1, 2, 3, 4]
-    assert found == {step: expected[step] for step in (3, 4)}
+    assert logged(config, parted) == {step: expected[step] for step in (3, 4)}
 
 
 def test_a_depth_that_changes_is_resumed_and_equals_runs_of_fixed_depths(
@@ -234,17 +227,13 @@ def test_a_depth_that_changes_is_resumed_and_equals_runs_of_fixed_depths(
     def go(run_dir: Path, num_layers: int, *, steps: int = 4, **depth: Any) -> dict[int, dict]:
         model = {"num_layers": num_layers, "initialisation.kind": "scaled", "loops.depth": depth}
         config = run_config("moeut_sandwich", data, steps=steps)
-        config = config.model_copy(update={"model": config.model.changed(model)})
-        run_dir.mkdir(exist_ok=True)
-        assert train(config, run_dir) == "finished"
-        return logged(run_dir)
+        return logged(config.model_copy(update={"model": config.model.changed(model)}), run_dir)
 
     growing = {"kind": "growing", "values": (4, 4, 2), "stage_steps": 1}
     expected = go(whole, 6, **growing)
     loops = [line["auxiliary_losses"]["loops"] for line in expected.values()]
     assert loops == [4, 4, 2, 2]
-    midway = "checkpoints/step_00000002"
-    shutil.copytree(whole / midway, resumed / midway)
+    shutil.copytree(whole / MIDWAY, resumed / MIDWAY)
     assert go(resumed, 6, **growing) == {step: expected[step] for step in (3, 4)}
     go(parted, 10, steps=2)
     for step, line in go(parted, 6).items():
@@ -252,22 +241,15 @@ def test_a_depth_that_changes_is_resumed_and_equals_runs_of_fixed_depths(
             assert line[name] == expected[step][name]
 
 
-def test_every_recipe_of_the_family_can_be_placed_on_four_ranks() -> None:
-    for name, (_, recipe) in FAMILY.items():
-        for ep in (1, 2, 4):
-            values = recipe().model_dump() | {"mesh": {"ep": ep}}
-            config = Config.model_validate(values)
-            config.check_world(4)
-            with torch.device("meta"):
-                model = Transformer(config.model)
-            assert all(
-                model.get_parameter(tensor).shape[0] % ep == 0 for tensor in expert_names(model)
-            ), name
-
-
-def run(config: Config, run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    assert train(config, run_dir) == "finished"
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_recipe_of_the_family_can_be_placed_on_four_ranks(name: str) -> None:
+    _, recipe = FAMILY[name]
+    for ep in (1, 2, 4):
+        config = Config.model_validate(recipe().model_dump() | {"mesh": {"ep": ep}})
+        config.check_world(RANKS)
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        assert not any(len(model.get_parameter(each)) % ep for each in expert_names(model))
 
 
 # A selection bias, mean logits of a transition, halting, groups of sequences, a random second
@@ -281,8 +263,8 @@ def without_rounding(name: str, data: Path, *, steps: int, ep: int) -> Config:
     Its capacity refuses nothing, and no loss is over the global batch.
     """
     router = run_config(name, data).model.feed_forward.model_dump()["router"]
-    no_limit = dict.fromkeys(("capacity_factor", "evaluation_capacity_factor"))
-    router |= {key: value for key, value in no_limit.items() if key in router}
+    for key in router.keys() & {"capacity_factor", "evaluation_capacity_factor"}:
+        router[key] = None
     if router.get("balance_scope") == "global_batch":
         router["balance_scope"] = "micro_batch"
     return run_config(name, data, steps=steps, mesh__ep=ep, model__feed_forward__router=router)
@@ -292,10 +274,13 @@ def without_rounding(name: str, data: Path, *, steps: int, ep: int) -> Config:
 def test_saved_on_two_ranks_with_ep_2_and_taken_up_on_one(
     name: str, data: Path, tmp_path: Path
 ) -> None:
-    run_ranks(run, 1, without_rounding(name, data, steps=4, ep=1), tmp_path / "one")
-    run_ranks(run, 2, without_rounding(name, data, steps=2, ep=2), tmp_path / "two")
-    run_ranks(run, 1, without_rounding(name, data, steps=4, ep=1), tmp_path / "two")
-    one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
-    assert one.keys() == two.keys() == set(range(1, 5))
-    for step, line in one.items():
-        assert two[step]["loss"] == pytest.approx(line["loss"], rel=1e-5)
+    def losses(run_dir: Path, ranks: int, steps: int) -> list[float]:
+        config = without_rounding(name, data, steps=steps, ep=ranks)
+        run_ranks(run_training, ranks, config, run_dir)
+        return column(run_dir)
+
+    one = losses(tmp_path / "one", 1, 4)
+    losses(tmp_path / "two", 2, 2)
+    two = losses(tmp_path / "two", 1, 4)
+    assert len(one) == 4
+    assert two == pytest.approx(one, rel=1e-5)

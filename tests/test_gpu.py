@@ -1,6 +1,5 @@
 """The same code on a GPU, if there is one: `python -m pytest tests/test_gpu.py`."""
 
-import json
 from pathlib import Path
 from statistics import median
 
@@ -9,6 +8,7 @@ import torch
 from family import MAGNIFIES, NAMES, VOCABULARY, make_uneven, tiny_model
 from parts import make_config
 from small_corpus import shards_of_words
+from trained import column, run_training
 from world import run_ranks
 
 from moebius.kernels.fused import router
@@ -20,7 +20,6 @@ from moebius.model.initialise import initialise
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
-from moebius.train.loop import train
 
 pytest_plugins = ["benchmarks.gpu.pytest_plugin"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -35,9 +34,7 @@ MODEL = ModelConfig(
 )
 
 
-def loss_and_gradients(
-    device: str, dtype: torch.dtype, *, seed: int = 0
-) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(device: str, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     model = Transformer(MODEL)
     initialise(model, 0)
     model.to(device)
@@ -45,9 +42,22 @@ def loss_and_gradients(
     output = forward_in(model, dtype, tokens)
     loss = output.logits_BSV.logsumexp(-1).mean() + output.regularisation_B.mean()
     loss.backward()
-    return loss.item(), {
-        name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None
-    }
+    return {"loss": loss.detach().cpu()} | gradients_of(model)
+
+
+def gradients_of(model: Transformer) -> dict[str, torch.Tensor]:
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def typical_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Returns the medians over nine inputs of the relative errors of loss and gradients."""
+    each: dict[str, list[float]] = {}
+    for seed in range(9):
+        found = loss_and_gradients(device, dtype, seed)
+        for name, expected in loss_and_gradients("cpu", torch.float32, seed).items():
+            error = (found[name] - expected).norm() / expected.norm()
+            each.setdefault(name, []).append(error.item())
+    return {name: median(errors) for name, errors in each.items()}
 
 
 @needs_gpu
@@ -67,29 +77,6 @@ def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype) -> None:
     assert not too_far, {name: (error, allowed[name]) for name, error in too_far.items()}
 
 
-def typical_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Returns the medians of the errors over nine inputs, by name."""
-    each = [
-        errors(
-            loss_and_gradients(device, dtype, seed=seed),
-            loss_and_gradients("cpu", torch.float32, seed=seed),
-        )
-        for seed in range(9)
-    ]
-    return {name: median(one[name] for one in each) for name in each[0]}
-
-
-def errors(
-    found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
-) -> dict[str, float]:
-    """Returns relative errors of the loss and every gradient."""
-    by_name = {
-        name: ((gradient - expected[1][name]).norm() / expected[1][name].norm()).item()
-        for name, gradient in found[1].items()
-    }
-    return by_name | {"loss": abs(found[0] / expected[0] - 1)}
-
-
 def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() -> None:
     """And less than a wrong kernel: validates the bounds above on CPUs."""
     rounding = typical_errors("cpu", torch.bfloat16)
@@ -99,13 +86,10 @@ def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() ->
 
 def three_products(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     """A router's logits as the kernel computes them (kernels/triton/router.py)."""
-    high, low = zip(*(halves(value) for value in (x_TD, weight_ED)), strict=True)
-    return low[0] @ high[1].T + high[0] @ low[1].T + high[0] @ high[1].T
-
-
-def halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high = value.bfloat16().float()
-    return high, (value - high).bfloat16().float()
+    x_high_TD, w_high_ED = x_TD.bfloat16().float(), weight_ED.bfloat16().float()
+    x_low_TD, w_low_ED = (x_TD - x_high_TD).bfloat16(), (weight_ED - w_high_ED).bfloat16()
+    small = x_low_TD.float() @ w_high_ED.T + x_high_TD @ w_low_ED.float().T
+    return small + x_high_TD @ w_high_ED.T
 
 
 def tiny_pass(name: str, device: str) -> dict[str, torch.Tensor]:
@@ -114,8 +98,7 @@ def tiny_pass(name: str, device: str) -> dict[str, torch.Tensor]:
     model = make_uneven(tiny_model(name)).to(device).eval()
     logits = model(tokens.to(device)).logits_BSV
     logits.square().mean().backward()
-    found = {key: p.grad.cpu() for key, p in model.named_parameters() if p.grad is not None}
-    return found | {"logits": logits.detach().cpu()}
+    return gradients_of(model) | {"logits": logits.detach().cpu()}
 
 
 @needs_gpu
@@ -135,13 +118,6 @@ def test_the_whole_family_equals_the_cpu(name: str, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-3, atol=1e-4)
 
 
-def run_training(config: Config, run_dir: Path) -> list[float]:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    train(config, run_dir)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
-
-
 @needs_gpu
 def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_path: Path) -> None:
     data = shards_of_words(tmp_path, 60)
@@ -156,7 +132,7 @@ def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_pat
             train={"steps": steps, "global_batch": 4, "micro_batch": 2, "device": device},
         )
 
-    [on_cpu] = run_ranks(run_training, 1, config("cpu", 6), tmp_path / "cpu")
-    run_ranks(run_training, 1, config("cuda", 3), tmp_path / "gpu", timeout_s=120)
-    [on_gpu] = run_ranks(run_training, 1, config("cuda", 6), tmp_path / "gpu", timeout_s=120)
-    assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
+    for place, device, steps in (("cpu", "cpu", 6), ("gpu", "cuda", 3), ("gpu", "cuda", 6)):
+        words = (config(device, steps), tmp_path / place)
+        run_ranks(run_training, 1, *words, timeout_s=120)
+    assert column(tmp_path / "gpu") == pytest.approx(column(tmp_path / "cpu"), rel=1e-3)

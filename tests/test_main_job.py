@@ -2,22 +2,22 @@
 restarted → finished.
 """
 
-import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from jobs import curve
 from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
+from trained import lines
 from world import run_ranks
 
 import moebius
-from moebius.cluster.job import Journal, read_status
+from moebius.cluster.job import Journal, State, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints, open_verified
 from moebius.evaluation.perplexity import measure
 from moebius.train.config.resolve import resolve
-from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data
@@ -40,22 +40,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(folder: Path, *changes: str) -> Config:
-    return place_data(
-        resolve("smoke", [*SETTINGS, f"prepare.input=['{folder}/text.txt']", *changes], RECIPES),
-        folder,
-    )
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+def settings(folder: Path, *changes: str) -> list[str]:
+    return [*SETTINGS, f"prepare.input=['{folder}/text.txt']", *changes]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
     """Runs the same on four ranks, without a cluster, an agent or a drill."""
-    config = make_config(folder, "job.rehearse_failure_at_step=none")
+    words = settings(folder, "job.rehearse_failure_at_step=none")
+    config = place_data(resolve("smoke", words, RECIPES), folder)
     run_dir = folder / "undisturbed"
     open_run(config, run_dir)
     prepare(config.prepare, config.data.directory)
@@ -67,13 +60,9 @@ def undisturbed(folder: Path) -> Path:
 def disturbed(folder: Path) -> tuple[Path, str]:
     """Runs `moebius submit` as a user would, without a terminal."""
     run_dir = folder / "disturbed"
-    changes = [
-        *SETTINGS,
-        f"prepare.input=['{folder}/text.txt']",
-        f"data.directory={folder}/submitted",
-    ]
+    words = settings(folder, f"data.directory={folder}/submitted", f"--run-dir={run_dir}")
     ended = subprocess.run(
-        [*MOEBIUS, "submit", "smoke", *changes, "--run-dir", str(run_dir)],
+        [*MOEBIUS, "submit", "smoke", *words],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -89,8 +78,8 @@ def test_a_killed_rank_leaves_no_trace_in_the_curve(
     undisturbed: Path, disturbed: tuple[Path, str]
 ) -> None:
     run_dir, said = disturbed
-    assert sorted(losses(run_dir)) == list(range(1, 25))
-    assert losses(run_dir) == losses(undisturbed)  # bit for bit
+    assert sorted(curve(run_dir)) == list(range(1, 25))
+    assert curve(run_dir) == curve(undisturbed)  # bit for bit
     status = read_status(run_dir)
     assert (status.generation, status.restarts, status.step) == (2, 1, 24)
     assert status.root_cause is not None
@@ -100,11 +89,9 @@ def test_a_killed_rank_leaves_no_trace_in_the_curve(
 
 
 def test_the_journal_tells_the_story(disturbed: tuple[Path, str]) -> None:
-    lines = [json.loads(line) for line in Journal(disturbed[0]).path.read_text().splitlines()]
-    states = [line["state"] for line in lines]
-    assert states[0] == "SUBMITTED"
-    assert states[-1] == "SUCCEEDED"
-    assert states.index("RECOVERING") < len(states) - 1 - states[::-1].index("STARTING")
+    first, *states = [entry.state for entry in Journal(disturbed[0]).entries()]
+    assert (first, states[-1]) == (State.SUBMITTED, State.SUCCEEDED)
+    assert State.STARTING in states[states.index(State.RECOVERING) :]
 
 
 def test_what_a_run_leaves_behind(disturbed: tuple[Path, str]) -> None:
@@ -122,15 +109,11 @@ def test_what_a_run_leaves_behind(disturbed: tuple[Path, str]) -> None:
 
 def test_it_has_learned_and_can_be_measured_and_write(disturbed: tuple[Path, str]) -> None:
     run_dir, _ = disturbed
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    evals = {record["step"]: record["loss"] for record in records if record["kind"] == "eval"}
+    evals = {line["step"]: line["loss"] for line in lines(run_dir, "eval")}
     assert evals[24] < evals[0] - 0.5
-    measured = measure(run_dir, max_rows=16)
+    measured = measure(run_dir, max_rows=16)  # one rank with all experts, not four
     assert measured.step == 24
-    assert measured.result.loss == pytest.approx(
-        evals[24], rel=1e-6
-    )  # one rank with all experts, not four
-    loaded = moebius.load(run_dir)
-    text = loaded.generate("one two", num_tokens=20, seed=1)
-    assert text.startswith("one two")
-    assert text == loaded.generate("one two", num_tokens=20, seed=1)
+    assert measured.result.loss == pytest.approx(evals[24], rel=1e-6)
+    first, again = (moebius.load(run_dir).generate("one two", seed=1) for _ in range(2))
+    assert first.startswith("one two")
+    assert first == again

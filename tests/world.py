@@ -18,12 +18,12 @@ A fork server that has imported torch and most of moebius forks the ranks, so fo
 (4 s the first time). Ranks die with the fork server (PR_SET_PDEATHSIG), and it dies with this process.
 """
 
-import atexit
 import ctypes
 import faulthandler
 import importlib.util
 import itertools
 import multiprocessing
+import operator
 import os
 import pickle
 import signal
@@ -45,6 +45,13 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 # How long other ranks may still report after the first failure, so that its cause is among the reports.
 _AFTERMATH_S = 0.3
+_TORCHRUN = {
+    "GROUP_RANK": 0,
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RESTART_COUNT": 0,
+    "TORCHELASTIC_USE_AGENT_STORE": True,
+    "OMP_NUM_THREADS": 1,
+}
 # What every rank would import for itself, at half a second each. Nothing here may start a thread, because
 # a fork copies none: pyarrow's allocator does.
 _PRELOAD = [
@@ -58,8 +65,6 @@ _PRELOAD = [
     "moebius.train.config.run_config",
     "moebius.train.expert_placement",
 ]
-
-_fork_servers: set[int] = set()
 
 
 class RankFailed(AssertionError):
@@ -111,38 +116,29 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                variables = _torchrun_variables(rank, world_size, store.port)
-                stacks_file = os.path.join(folder, f"stacks{rank}.txt")
-                task = _task(fn, args, variables | dict(environment or {}), stacks_file)
-                ranks.append(_start(task))
+                variables = {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": world_size,
+                    "LOCAL_WORLD_SIZE": world_size,
+                    "MASTER_PORT": store.port,
+                    **_TORCHRUN,
+                    **(environment or {}),
+                }
+                ranks.append(_start(_task(fn, args, variables, f"{folder}/stacks{rank}.txt")))
             _collect(ranks, timeout_s)
             return [rank.outcome[1] for rank in ranks if rank.outcome]
         finally:
             _end(ranks)
 
 
-def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "OMP_NUM_THREADS": 1,
-    }
-    return {name: str(value) for name, value in variables.items()}
-
-
 def _task(
-    fn: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str], stacks_file: str
+    fn: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, object], stacks_file: str
 ) -> _Task:
     file = sys.modules[fn.__module__].__file__
     if "<" in fn.__qualname__ or file is None:
         raise ValueError(f"{fn.__qualname__} is not a module-level function: no rank can find it")
+    environment = {name: str(value) for name, value in variables.items()}
     payload = pickle.dumps(tuple(args))
     return _Task(file, fn.__module__, fn.__qualname__, payload, environment, stacks_file)
 
@@ -172,35 +168,25 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> None:
         if not had_failed and any(rank.has_failed for rank in ranks):
             deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
     outcomes = {index: rank.outcome for index, rank in enumerate(ranks) if rank.outcome}
-    failures = {index: value for index, (succeeded, value) in outcomes.items() if not succeeded}
-    if failures:
-        traces = [f"rank {n} of {len(ranks)} failed:\n{trace}" for n, trace in failures.items()]
-        raise RankFailed("\n".join(traces))
+    if failures := [
+        f"rank {index} of {len(ranks)} failed:\n{trace}"
+        for index, (succeeded, trace) in outcomes.items()
+        if not succeeded
+    ]:
+        raise RankFailed("\n".join(failures))
     if late := [index for index in range(len(ranks)) if index not in outcomes]:
-        came = list(outcomes)
         stacks = "\n".join(f"rank {index} stands at:\n{_stacks(ranks[index])}" for index in late)
         raise RankFailed(
-            f"after {timeout_s:g} s ranks {late} did not come back (ranks {came} did)\n{stacks}"
+            f"after {timeout_s:g} s ranks {late} did not come back (ranks {[*outcomes]} did)\n{stacks}"
         )
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:
     try:
-        fork_server, *outcome = pickle.loads(rank.results.recv_bytes())
+        return pickle.loads(rank.results.recv_bytes())
     except EOFError:
         rank.process.join(5)
         return False, f"the process died without a word (exit code {rank.process.exitcode})"
-    if not _fork_servers:
-        atexit.register(_stop_fork_servers)
-    _fork_servers.add(fork_server)
-    return tuple(outcome)
-
-
-def _stop_fork_servers() -> None:
-    """Kills them at once; otherwise they would outlive this process by half a second."""
-    for pid in _fork_servers:
-        os.kill(pid, signal.SIGKILL)  # still our child, so the number is nobody else's
-        os.waitpid(pid, 0)
 
 
 def _stacks(rank: _Rank) -> str:
@@ -232,9 +218,9 @@ def _serve(task: _Task, results: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
             fn = _load_function(task)
-            message = pickle.dumps((os.getppid(), True, fn(*pickle.loads(task.payload))))
+            message = pickle.dumps((True, fn(*pickle.loads(task.payload))))
         except BaseException:  # noqa: BLE001 - whatever ends a rank is the test's business
-            message = pickle.dumps((os.getppid(), False, traceback.format_exc()))
+            message = pickle.dumps((False, traceback.format_exc()))
         results.send_bytes(message)
         results.close()
         if dist.is_initialized():
@@ -257,10 +243,7 @@ def _load_function(task: _Task) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[task.module] = module
         spec.loader.exec_module(module)
-    found: Any = sys.modules[task.module]
-    for name in task.qualname.split("."):
-        found = getattr(found, name)
-    return found
+    return operator.attrgetter(task.qualname)(sys.modules[task.module])
 
 
 def _die_with_parent() -> None:

@@ -4,7 +4,6 @@ the wrong device fails there, and what the host waits for is counted.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moebius.model.moe import SparseLayer
 from moebius.model.transformer import Transformer
@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 SOURCE = HERE / "device.cpp"  # a GPU for torch without CUDA
 RANKS = 4
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
-NAMES = tuple(FAMILY)
 # Where tokens halt or a capacity refuses routes, the number of those that remain is read.
 DROPS_ROUTES = {"sut", "switch", "switch_causal", "gshard", "x_moe_torchscale"}
 # Where experts choose, and in mixtures, every rank has as many routes for each: known unasked.
@@ -38,28 +37,20 @@ KNOWS_ITS_COUNTS = {
 # How often a pass reads what goes from rank to rank: of a feed-forward layer, and of V or O of
 # SwitchHead, whose heads are shared evenly. One read of all counts of a pass is the most; so it is
 # in every evaluation, where ranks promise nothing of how many rows they have.
-COUNTS_READ: Mapping[str, tuple[int, int]] = {
-    "local": (0, 0),
-    "alltoall": (1, 1),
-    "dedup": (1, 0),
-    "hierarchical": (1, 1),
-    "allgather": (1, 1),
-}
+COUNTS_READ: Mapping[str, tuple[int, int]] = {"local": (0, 0), "dedup": (1, 0)}
 
 
-def reason_against() -> str | None:
-    """Says why there can be no such device here; None where there can."""
-    if "+cpu" not in version("torch"):
-        return f"torch {version('torch')} is not built for CPUs alone"
-    return None
+pytestmark = [
+    pytest.mark.skipif(
+        "+cpu" not in version("torch"),
+        reason=f"torch {version('torch')} is not built for CPUs alone",
+    ),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile the device"),
+]
 
 
-def trace_steps(cases: str) -> str:
-    """Runs traced_step.py with the device, in a process of its own, and returns what it printed.
-
-    Raises:
-        RuntimeError: it failed; with its last words.
-    """
+def trace_steps(cases: str) -> list[str]:
+    """Runs traced_step.py with the device, in a process of its own, and returns its lines."""
     done = subprocess.run(
         [sys.executable, str(HERE / "traced_step.py")],
         input=cases,
@@ -68,17 +59,13 @@ def trace_steps(cases: str) -> str:
         env=os.environ | {"LD_PRELOAD": str(_library()), "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"traced_step.py ended with {done.returncode}:\n{done.stderr[-6000:]}")
-    return done.stdout
+    assert not done.returncode, done.stderr[-6000:]
+    return done.stdout.splitlines()
 
 
 def _library() -> Path:
     """Compiles the device once for a version of torch: two seconds."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    torch_at = Path(spec.origin).parent
+    torch_at = Path(str(torch.__file__)).parent
     made_of = SOURCE.read_bytes() + f"{torch_at} {version('torch')}".encode()
     folder = Path(tempfile.gettempdir()) / f"moebius_traced_{os.getuid()}"
     path = folder / f"{hashlib.sha256(made_of).hexdigest()[:16]}.so"
@@ -99,12 +86,6 @@ def _library() -> Path:
     return path
 
 
-pytestmark = [
-    pytest.mark.skipif(reason_against() is not None, reason=str(reason_against())),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile the device"),
-]
-
-
 def config_of(name: str, changes: Mapping[str, Any]) -> Config:
     """The recipe two depth steps deep, with one micro-batch on each rank."""
     found = FAMILY[name][1]()
@@ -112,26 +93,24 @@ def config_of(name: str, changes: Mapping[str, Any]) -> Config:
     core = min(found.model.core_layers, 2)
     depth = {"num_layers": around + 2, "layers_per_group": around + core, "loops.depth": {}}
     model = found.model.changed(depth)
-    ranks = RANKS if "mesh.ep" in changes else 1
     values = found.model_copy(update={"model": model}).model_dump(mode="json")
-    every = {"train.micro_batch": 8, "train.global_batch": 8 * ranks, "mesh.dp_replicate": None}
-    for key, value in {**every, **changes}.items():
+    values["train"] |= {"micro_batch": 8, "global_batch": 8 * ranks_of(changes)}
+    values["mesh"]["dp_replicate"] = None
+    for key, value in changes.items():
         section, _, field = key.partition(".")
         values[section][field] = value
     return Config.model_validate(values)
 
 
-def case(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    config = config_of(name, changes).model_dump(mode="json")
-    ranks = RANKS if "mesh.ep" in changes else 1
-    return {"name": name, "config": config, "num_ranks": ranks}
+def ranks_of(changes: Mapping[str, Any]) -> int:
+    return RANKS if "mesh.ep" in changes else 1
 
 
 def alone(turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every recipe on one GPU; in both turns together in both precisions, each with every way of
     recomputing.
     """
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(FAMILY):
         precision = ("bfloat16", "float32")[(number + turn) % 2]
         recompute = ("none", "selective", "full")[(number // 2 + turn) % 3]
         yield name, {"train.precision": precision, "train.recompute": recompute}
@@ -139,7 +118,7 @@ def alone(turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every recipe with its experts on four GPUs; what else there is comes by turns."""
-    for number, name in enumerate(NAMES, start=DISPATCHERS.index(dispatcher)):
+    for number, name in enumerate(FAMILY, start=DISPATCHERS.index(dispatcher)):
         changes = {
             "mesh.ep": RANKS,
             "mesh.dispatcher": dispatcher,
@@ -150,18 +129,6 @@ def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
             changes["mesh.sharding"] = "fsdp"
         if config_of(name, {}).model.experts is not None:
             yield name, changes
-
-
-def trace(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    given = json.dumps([case(*each) for each in cases])
-    printed = trace_steps(given)
-    return [json.loads(line) for line in printed.splitlines()]
-
-
-@pytest.mark.slow
-def test_a_step_on_one_gpu_stays_there() -> None:
-    """Of the recipes that differ most in what they launch; the next test takes all."""
-    check("local", [each for each in alone(0) if each[0] in ("dense", "moeut", "sut", "switch")])
 
 
 @pytest.mark.slow
@@ -178,26 +145,32 @@ def test_a_step_on_four_stays_on_its_own(dispatcher: str) -> None:
 
 def check(dispatcher: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> None:
     wrong = []
-    for (name, changes), found in zip(cases, trace(cases), strict=True):
-        where = f"{name} {changes}"
-        for part in ("step", "evaluation"):
-            wrong += [f"{where}, {part}: {each}" for each in found[part]["wrong"]]
-            expected = expected_reads(
-                name, config_of(name, changes), dispatcher, training=part == "step"
-            )
-            read = reads_of(found[part])
+    given = [
+        {
+            "name": name,
+            "config": config_of(name, changes).model_dump(mode="json"),
+            "num_ranks": ranks_of(changes),
+        }
+        for name, changes in cases
+    ]
+    for (name, changes), line in zip(cases, trace_steps(json.dumps(given)), strict=True):
+        for part, found in json.loads(line).items():
+            where = f"{name} {changes}, {part}"
+            wrong += [f"{where}: {each}" for each in found["wrong"]]
+            config = config_of(name, changes)
+            expected = expected_reads(name, config, dispatcher, training=part == "step")
+            read = reads_of(found["reads"])
             if read != expected:
-                wrong.append(f"{where}, {part}: reads {read}, expected {expected}")
+                wrong.append(f"{where}: reads {read}, expected {expected}")
     assert not wrong, "\n".join(wrong)
 
 
-def reads_of(found: Mapping[str, Any]) -> Counter[str]:
+def reads_of(reads: Sequence[tuple[str, str, int]]) -> Counter[str]:
     """How often each kind of value is read."""
     total: Counter[str] = Counter()
-    for what, where, number in found["reads"]:
-        kind = (
-            "norm" if "global_grad_norm" in where else "loss" if "evaluate" in where else "counts"
-        )
+    for what, where, number in reads:
+        kind = "norm" if "global_grad_norm" in where else "counts"
+        kind = "loss" if "evaluate" in where else kind
         total["dropped" if what == "nonzero" else kind] += number
     return total
 
@@ -214,12 +187,10 @@ def expected_reads(name: str, config: Config, dispatcher: str, *, training: bool
     expected: Counter[str] = Counter({"norm" if training else "loss": 1})
     if name in DROPS_ROUTES and (training or name != "gshard"):  # whose evaluation drops nothing
         expected["dropped"] = len(uses)
-    reads = COUNTS_READ[dispatcher]
-    if not training and dispatcher != "local":
-        reads = (1, 1)
+    reads = COUNTS_READ.get(dispatcher, (1, 1))
     if name in KNOWS_ITS_COUNTS:
         reads = (0, 0)
-    elif config.model.attention.kind == "momha" and dispatcher == "dedup":
+    elif dispatcher == "dedup" and (config.model.attention.kind == "momha" or not training):
         reads = (1, 1)
     expected["counts"] = reads[0] * sum(uses) + reads[1] * (len(uses) - sum(uses))
     return +expected

@@ -13,10 +13,10 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from unittest import mock
 
 import numpy as np
@@ -52,16 +52,8 @@ from moebius.train.run import assemble
 
 DEVICE = torch.device("cuda", 0)
 ROOT = str(Path(__file__).parents[2])
-_SIZED_BY_VALUES = ("nonzero", "masked_select", "unique", "_unique2", "bincount")
+_SIZED_BY_VALUES = ("masked_select", "unique", "_unique2", "bincount")
 NORM = 2.0  # of the gradient, for whoever reads it: it must be clipped
-
-
-class Case(NamedTuple):
-    """A run to trace: its whole configuration, and how many ranks there are."""
-
-    name: str
-    config: Mapping[str, Any]
-    num_ranks: int = 1
 
 
 class _Stream:
@@ -118,26 +110,20 @@ def _no_reason(*_: object, **__: object) -> None:
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
     """Lets the library believe in an H100 whose driver, streams and memory do nothing."""
-    places = [(backend.triton_library, "reason_against")]
-    places += [(each, "reason_against") for each in (permute, router)]
-    patches = [mock.patch.object(module, name, _no_reason) for module, name in places]
-    patches += [
-        mock.patch.object(torch.cuda, name, value)
-        for name, value in {
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
-            "set_device": _no_reason,
-            "synchronize": _no_reason,
-            "current_stream": _Stream,
-            "default_stream": _Stream,
-            "Stream": _Stream,
-            "Event": _Stream,
-            "stream": _Stream,
-            "device": _Stream,
-        }.items()
-    ]
-    patches += [
+    streams = ("current_stream", "default_stream", "Stream", "Event", "stream", "device")
+    values = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _no_reason,
+        "synchronize": _no_reason,
+    }
+    patches = [
+        *(
+            mock.patch.object(module, "reason_against", _no_reason)
+            for module in (backend.triton_library, permute, router)
+        ),
+        mock.patch.multiple(torch.cuda, **values, **dict.fromkeys(streams, _Stream)),
         mock.patch.object(tiles, "target", return_value="sm_90"),
         mock.patch.object(Process, "agree", _no_reason),
         mock.patch.object(train_run, "Checkpointer", _Checkpoints),
@@ -149,15 +135,12 @@ def pretended_gpu() -> Iterator[None]:
     ]
     backend.reason_against.cache_clear()
     backend._fastest.cache_clear()
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         # what makes literals on the device is a setting of the thread
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield
 
 
 @contextmanager
@@ -213,8 +196,10 @@ class Watch(TorchDispatchMode):
                 self.reads["item", where] += 1
             return _pretended(args[0])
         if name in _SIZED_BY_VALUES and on_device:
+            raise NotImplementedError(f"{name} of {_form(args[0])}: say here how long it can be")
+        if name == "nonzero" and on_device:
             self.reads[name, where] += 1
-            return _as_long_as_it_can_be(name, args)
+            return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         if name == "index" and any(_is_mask(each) for each in args[1]):
             self.reads["index by a mask", where] += 1
             everywhere = [
@@ -222,18 +207,9 @@ class Watch(TorchDispatchMode):
             ]
             return func(args[0], everywhere)
         result = func(*args, **kwargs)
-        if name in ("_to_copy", "copy_") and given[-1].is_cuda:
-            copies = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-            if not copies[0].is_cuda:
-                self.reads["copy to the host", where] += 1
+        if name in ("_to_copy", "copy_") and given[-1].is_cuda and not result.is_cuda:
+            self.reads["copy to the host", where] += 1
         return result
-
-    def kernel(self, name: str, tensors: list[Tensor]) -> None:
-        """Checks a launch of Triton's, whose tensors must be on the device."""
-        if not all(each.is_cuda for each in tensors):
-            self.wrong.append(
-                f"{name} at {_launched_at()}: {[str(each.device) for each in tensors]}"
-            )
 
     def _taken_apart(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         promised = func(*args, **kwargs)
@@ -263,10 +239,9 @@ def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         del warmup
         assert all(size > 0 for size in grid), f"{kernel.__name__}: {grid}"
-        watch.kernel(
-            kernel.__name__,
-            [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)],
-        )
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if away := [str(each.device) for each in tensors if not each.is_cuda]:
+            watch.wrong.append(f"{kernel.__name__} at {_launched_at()}: {away}")
 
     def counts(self: Counters, values: Tensor) -> Any:
         watch.reads["counts", _launched_at()] += 1
@@ -344,34 +319,26 @@ def _filled(shape: torch.Size, value: int) -> Any:
     return [_filled(shape[1:], value) for _ in range(shape[0])] if shape else value
 
 
-def _as_long_as_it_can_be(name: str, args: tuple) -> Tensor:
-    given = args[0]
-    if name == "nonzero":
-        return given.new_empty(given.numel(), given.dim(), dtype=torch.int64)
-    raise NotImplementedError(f"{name} of {_form(given)}: say here how long its result can be")
-
-
 # The trace -------------------------------------------------------------------------------------------
 
 
-def trace(case: Case) -> tuple[Watch, Watch]:
+def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
     """Returns what a step did, and what an evaluation did."""
-    config = Config.model_validate(case.config)
     with (
         tempfile.TemporaryDirectory() as folder,
         pretended_gpu(),
-        pretended_world(case.num_ranks) as process,
+        pretended_world(num_ranks) as process,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         run = assemble(config, Path(folder), process)
-        batch = _batch(config, case.num_ranks)
-        parts = 2 if needs_nodes(config.mesh.dispatcher) else case.num_ranks
+        batch = _batch(config, num_ranks)
+        parts = 2 if needs_nodes(config.mesh.dispatcher) else num_ranks
         with watched(parts) as first:
             step(run, batch, 1e-4)
         with watched(parts) as second:
             step(run, batch, 1e-4)
         second.wrong += first.wrong
-        return second, _trace_evaluation(run, parts)
+        return {"step": second, "evaluation": _trace_evaluation(run, parts)}
 
 
 def _batch(config: Config, num_ranks: int) -> Batch:
@@ -397,15 +364,13 @@ def _trace_evaluation(run: Run, parts: int) -> Watch:
 
 def main() -> None:
     """Traces the cases of the standard input, and prints a line of JSON for each."""
-    for words in json.load(sys.stdin):
-        case = Case(**words)
+    for case in json.load(sys.stdin):
         try:
-            traced = trace(case)
+            traced = trace(Config.model_validate(case["config"]), case["num_ranks"])
         except Exception as error:
-            error.add_note(f"while {case.name} was traced")
+            error.add_note(f"while {case['name']} was traced")
             raise
-        found = dict(zip(("step", "evaluation"), map(_figures, traced), strict=True))
-        print(json.dumps(found), flush=True)
+        print(json.dumps({part: _figures(watch) for part, watch in traced.items()}), flush=True)
 
 
 def _figures(watch: Watch) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A sink on its own thread delays and fails no step, and its losses are logged."""
 
 import pytest
-from fake_sink import FakeSink, in_background, line, wait_until
+from fake_sink import FakeSink, in_background, line
+from jobs import wait_for
 
 
 def test_lines_come_in_order_and_the_sink_is_closed(caplog: pytest.LogCaptureFixture) -> None:
@@ -22,7 +23,7 @@ def test_a_sink_that_fails_is_reported_once_reopened_and_gets_the_same_lines(
     fake.failures = 2
     sink = in_background(fake)
     sink.write(line(1))
-    wait_until(lambda: len(fake.opened) == 3)
+    wait_for(lambda: len(fake.opened) == 3)
     sink.close("finished", limit_s=60)
     assert fake.steps == [1]
     # Steps of an earlier process are hidden once; what this one wrote stays.
@@ -43,7 +44,7 @@ def test_lines_that_never_pass_are_dropped_and_counted(
     fake.failures = failures
     sink = in_background(fake)
     sink.write(line(1))
-    wait_until(lambda: fake.failures <= failures - 3)
+    wait_for(lambda: fake.failures <= failures - 3)
     sink.write(line(2))
     sink.close("finished", limit_s=60)
     assert fake.steps == [1, 2][lost:]
