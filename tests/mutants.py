@@ -108,9 +108,9 @@ def copy_to(copy: Path) -> Path:
 
 def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: bool = False) -> int:
     """Returns pytest's exit code, with the copy as the package `moebius`."""
-    pytest = [sys.executable, *"-B -m pytest -q -p no:cacheprovider".split()]
-    slow_ones_too = ["-m", ""]
-    command = [*pytest, *slow_ones_too, *(["-x"] if stop_early else []), *tests]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", ""]  # slow ones too
+    command += [*(["-x"] if stop_early else []), *tests]
     # the satellites' tests import helpers of theirs
     paths = os.pathsep.join(map(str, [copy.parent, *copy.glob("satellites/*/tests")]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

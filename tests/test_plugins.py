@@ -286,10 +286,11 @@ def test_an_own_optimizers_groups_rates_and_state_are_its_own(
 def test_an_optimizer_that_changes_more_than_numbers_of_a_group_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group = {"params": [torch.nn.Parameter(torch.ones(2))], "mode": "slow", "calls": 0}
+    model = torch.nn.Linear(2, 2)
+    group = {"params": model.parameters(), "mode": "slow", "calls": 0}
     own = torch.optim.SGD([group], lr=0.1)
     monkeypatch.setitem(optim.OPTIMIZER.known, "adamw", lambda named, config: own)
-    assert optim.optimizer_of(optim.OptimConfig(), torch.nn.Linear(2, 2)) is own
+    assert optim.optimizer_of(optim.OptimConfig(), model) is own
     own.param_groups[0]["calls"] = 1
     assert optim.changed_numbers(own) == [{"calls": 1}]
     own.param_groups[0]["mode"] = "fast"

@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import row_order
 import torch
@@ -83,16 +83,10 @@ class _Task:
     stacks_file: str
 
 
-@dataclass
-class _Rank:
+class _Rank(NamedTuple):
     process: Any
     results: Any  # a Connection, which the type checker knows by another platform's name
     stacks_file: str
-    outcome: tuple[bool, Any] | None = None  # (succeeded, value or traceback)
-
-    @property
-    def has_failed(self) -> bool:
-        return self.outcome is not None and not self.outcome[0]
 
 
 def run_ranks(
@@ -126,10 +120,17 @@ def run_ranks(
                     **(environment or {}),
                 }
                 ranks.append(_start(_task(fn, args, variables, f"{folder}/stacks{rank}.txt")))
-            _collect(ranks, timeout_s)
-            return [rank.outcome[1] for rank in ranks if rank.outcome]
+            return _collect(ranks, timeout_s)
+        except BaseException:
+            for rank in ranks:
+                rank.process.kill()
+            raise
         finally:
-            _end(ranks)
+            for rank in ranks:
+                rank.process.join(5)
+                rank.process.kill()  # if it delivered its result and then hangs at its end
+                rank.process.join()
+                rank.results.close()
 
 
 def _task(
@@ -153,32 +154,35 @@ def _start(task: _Task) -> _Rank:
     return _Rank(process, receiving, task.stacks_file)
 
 
-def _collect(ranks: list[_Rank], timeout_s: float) -> None:
-    """Waits for every rank's outcome; raises RankFailed on a failure or time-out."""
+def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
+    """Waits for every rank's result; raises RankFailed on a failure or time-out."""
     deadline = time.monotonic() + timeout_s
-    while pending := [rank for rank in ranks if rank.outcome is None]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while pending := [n for n in range(len(ranks)) if n not in results and n not in failures]:
         left_s = max(0.0, deadline - time.monotonic())
-        ready = wait([rank.results for rank in pending], timeout=left_s)
+        ready = wait([ranks[n].results for n in pending], timeout=left_s)
         if not ready:
             break
-        had_failed = any(rank.has_failed for rank in ranks)
-        for rank in pending:
-            if rank.results in ready:
-                rank.outcome = _receive(rank)
-        if not had_failed and any(rank.has_failed for rank in ranks):
+        had_failed = bool(failures)
+        for n in pending:
+            if ranks[n].results in ready:
+                succeeded, value = _receive(ranks[n])
+                (results if succeeded else failures)[n] = value
+        if failures and not had_failed:
             deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
-    outcomes = {index: rank.outcome for index, rank in enumerate(ranks) if rank.outcome}
-    if failures := [
-        f"rank {index} of {len(ranks)} failed:\n{trace}"
-        for index, (succeeded, trace) in outcomes.items()
-        if not succeeded
-    ]:
-        raise RankFailed("\n".join(failures))
-    if late := [index for index in range(len(ranks)) if index not in outcomes]:
-        stacks = "\n".join(f"rank {index} stands at:\n{_stacks(ranks[index])}" for index in late)
+    if failures:
+        traces = [
+            f"rank {n} of {len(ranks)} failed:\n{trace}" for n, trace in sorted(failures.items())
+        ]
+        raise RankFailed("\n".join(traces))
+    if pending:
+        stacks = "\n".join(f"rank {n} stands at:\n{_stacks(ranks[n])}" for n in pending)
         raise RankFailed(
-            f"after {timeout_s:g} s ranks {late} did not come back (ranks {[*outcomes]} did)\n{stacks}"
+            f"after {timeout_s:g} s ranks {pending} did not come back "
+            f"(ranks {sorted(results)} did)\n{stacks}"
         )
+    return [results[n] for n in range(len(ranks))]
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:
@@ -194,18 +198,6 @@ def _stacks(rank: _Rank) -> str:
     time.sleep(0.2)  # faulthandler writes at once; nothing tells us when
     file = Path(rank.stacks_file)
     return file.read_text() if file.exists() else "(not started yet)"
-
-
-def _end(ranks: list[_Rank]) -> None:
-    for rank in ranks:
-        if rank.outcome is None or rank.has_failed:
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.join(5)
-        if rank.process.is_alive():  # it delivered its result and then hangs at its end
-            rank.process.kill()
-            rank.process.join()
-        rank.results.close()
 
 
 def _serve(task: _Task, results: Connection) -> None:
