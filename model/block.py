@@ -1,6 +1,7 @@
 """One layer: attention and feed-forward, and the residual stream between them.
 
-Between two maps the stream is added to, normalised, and handed to each reader. With plain
+After attention and after the feed-forward their output is added to the stream, and the sum is
+normalised and handed to each reader. With plain
 operations every matrix casts its own input. With Triton's kernels the addition, the norm and the
 casts are one pass over the rows (kernels/fused/norm.py), which gives each reader rows in its
 products' dtype. Results agree up to float32 rounding and one sum: if a shared expert and routed
@@ -44,7 +45,8 @@ class Layer(nn.Module):
     Peri-layernorm normalises only the input of maps that end in a softmax or sigmoid (queries,
     keys, routers). Values and experts read the raw residual, so an update scales with the residual
     it joins. Pre-layernorm: everything reads the normalised rows. Post-layernorm: everything reads
-    the residual, and the norm follows the addition.
+    the residual, and the norm follows the addition. Sandwich also normalises after each addition,
+    branch the output before it.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Layer(nn.Module):
         self.attention_norm = make_norm(config.d_model)
         self.attention = make_attention(config, initializers, backend=backend)
         sparse = config.has_experts(member)
-        # A dense feed-forward has no softmax or sigmoid, so peri-layernorm adds no norm there.
+        # A dense feed-forward has no router, so nothing would read its norm under peri-layernorm.
         self.feed_forward_norm = (
             make_norm(config.d_model) if sparse or config.norm != "peri" else None
         )
@@ -77,9 +79,16 @@ class Layer(nn.Module):
             self.attention_output_norm = make_norm(config.d_model)
             self.feed_forward_output_norm = make_norm(config.d_model)
 
-        routes = bool(self.attention.routers())
-        self._attends: tuple[Reader, ...] = ("queries", "values", *(("routers",) if routes else ()))
-        self._feeds: tuple[Reader, ...] = ("values", *(("routers",) if sparse else ()))
+        has_routers = bool(self.attention.routers())
+        self._attention_readers: tuple[Reader, ...] = (
+            "queries",
+            "values",
+            *(("routers",) if has_routers else ()),
+        )
+        self._feed_forward_readers: tuple[Reader, ...] = (
+            "values",
+            *(("routers",) if sparse else ()),
+        )
 
     def routers(self) -> dict[str, Router]:
         """Returns this layer's routers by kind."""
@@ -115,7 +124,9 @@ class Layer(nn.Module):
         self, context: DepthContext, x_BSD: Tensor
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         is_post = self.norm == "post"
-        read = self._read(x_BSD, None, None if is_post else self.attention_norm, self._attends)
+        read = self._read(
+            x_BSD, None, None if is_post else self.attention_norm, self._attention_readers
+        )
         y_BSD, routings = self.attention(
             read["values"],
             read["queries"],
@@ -126,7 +137,7 @@ class Layer(nn.Module):
         x_BSD, y_BSD = self._after(
             read["residual"], y_BSD, self.attention_output_norm, context.residual_scale
         )
-        read = self._read(x_BSD, y_BSD, norm, self._feeds)
+        read = self._read(x_BSD, y_BSD, norm, self._feed_forward_readers)
         if isinstance(self.feed_forward, SparseFeedForward):
             y_BSD, routings["feed_forward"] = self.feed_forward(
                 read["values"], read["routers"], context.unhalted, context.rows
@@ -143,7 +154,7 @@ class Layer(nn.Module):
     def _after(
         self, x_BSD: Tensor, y_BSD: Tensor, output_norm: nn.Module | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream and what is still to be added to it."""
+        """Returns the residual stream and the output that the next `_read` adds to it; None: nothing."""
         if output_norm is not None and self.norm == "branch":
             y_BSD = output_norm(y_BSD)
         if scale != 1:

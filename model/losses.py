@@ -1,6 +1,6 @@
-"""The losses of a pass in training beside its cross-entropy: of routers, halting, exits, and a user's own.
+"""All losses of a training pass: cross-entropy, routers, halting, exits and a user's own; its measures.
 
-Legend: B sequences, S positions, D model width.
+Legend: B sequences, S positions, C counted targets, D model width.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +18,8 @@ from .loops.exits import expected_loss, mean_of_real
 from .loops.steps import DepthSteps
 from .routers.router import Router
 
-# Of rows, targets, their counted positions and each token's share: Transformer.read_out.
-ReadOut = Callable[..., Tensor]
+# Transformer.read_out: (rows, Targets, each token's share or None) to the summed loss, a scalar.
+ReadRows = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Targets:
 
     tokens_BS: Tensor
     targets_BS: Tensor | None
-    mask_BS: Tensor | None  # bool; None: all count. On the host it does not wait for the device.
+    # bool; None: all count. Best on the CPU: finding counted positions then needs no synchronisation.
+    mask_BS: Tensor | None
 
     @cached_property
     def counted_C(self) -> Tensor | None:
@@ -39,7 +40,7 @@ class Targets:
 
 
 class Losses:
-    """Adds up a pass's losses: for the gradient with their coefficients, for the log without."""
+    """Adds up a pass's losses, with coefficients for the gradient, and without and with measures for the log."""
 
     def __init__(self, config: ModelConfig, steps: DepthSteps, device: torch.device) -> None:
         self._config, self._steps = config, steps
@@ -71,27 +72,29 @@ class Losses:
         """Adds the losses of all routers, each over all repeats of its weights.
 
         With `loops.balance="each"` a layer's loss is the mean of those of its loops. MoEUT: Σ over
-        group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2).
+        group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2), with γ and δ the
+        coefficients `router.balance` and `attention.balance`, and ℓ the entropy losses.
         """
         config, steps = self._config, self._steps
         each = config.loops.balance == "each"
         reports: dict[int, dict[int | None, list[dict[str, RouterReport]]]] = {}
         for step, report in zip(steps.done, steps.reports, strict=True):
-            scopes = reports.setdefault(step.member, {})
-            scopes.setdefault(step.loop if each else None, []).append(report)
+            of_member = reports.setdefault(step.member, {})
+            of_member.setdefault(step.loop if each else None, []).append(report)
         for member, kind, router in routers:
-            scopes = {
+            sums_by_loop = {
                 loop: add_sums([report[kind].sums for report in found])
                 for loop, found in reports[member].items()
             }
             for name in router.carried:
-                total = add_sums(list(scopes.values()))[name]
+                total = add_sums(list(sums_by_loop.values()))[name]
                 self.carried[f"{member}/{kind}/{name}"] = total.detach().sum(0)
-            for loop, sums in scopes.items():
-                scope = f"{member}/{kind}" if loop is None else f"{member}/{kind}/{loop}"
-                for loss in router.losses(sums, running.named(scope)):
+            for loop, sums in sums_by_loop.items():
+                key = f"{member}/{kind}" if loop is None else f"{member}/{kind}/{loop}"
+                for loss in router.losses(sums, running.named(key)):
+                    # a mean over the group's sparse layers, and over loops that are balanced apart
                     share = 1 / len(config.sparse_members) if loss.mean_over_layers else 1.0
-                    share /= len(scopes)
+                    share /= len(sums_by_loop)
                     label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
                     self.add(label, loss.coefficient, loss.value_B, share=share)
 
@@ -101,22 +104,28 @@ class Losses:
         given: Targets,
         read_state: Callable[[Tensor, Targets | None], Tensor],
     ) -> None:
-        """Adds a user's own losses; `read_state` reads logits or a loss out of any state."""
+        """Adds a user's own losses; `read_state` reads logits, or with targets a loss, out of a state."""
 
         def logits(state_BSD: Tensor) -> Tensor:
             found = read_state(state_BSD, None)
             return found.to(wide_dtype(found))
 
         def mean_loss(state_BSD: Tensor) -> Tensor:
+            # the summed loss of counted targets ÷ all positions, the same for every sequence
             batch, length = given.tokens_BS.shape
             return (read_state(state_BSD, given) / (batch * length)).expand(batch)
 
         if losses:
             assert given.targets_BS is not None
             found = self._steps.states
-            states = tuple(found[index] for index in sorted(found))
             seen = DepthStates(
-                states, given.tokens_BS, given.targets_BS, given.mask_BS, mean_loss, logits
+                states_L=tuple(found[index] for index in sorted(found)),
+                tokens_BS=given.tokens_BS,
+                targets_BS=given.targets_BS,
+                loss_mask_BS=given.mask_BS,
+                read_out=mean_loss,
+                logits=logits,
+                routing=tuple(zip(self._steps.done, self._steps.reports, strict=True)),
             )
             for loss in losses:
                 self.add(loss.name, loss.weight, loss.value(seen))
@@ -126,11 +135,12 @@ class Losses:
         rows: Sequence[Tensor],
         gates: Sequence[Tensor],
         given: Targets,
-        read_out: ReadOut,
+        read_out: ReadRows,
     ) -> Tensor:
         """Returns the cross-entropy of the loops that the loss reads, a sum over tokens.
 
-        With an exit gate it is the one expected over exits, whose entropy is added.
+        With an exit gate it is the expected cross-entropy over exits, and exit_entropy times the exits'
+        entropy is subtracted from the regularisation.
         """
         if not gates:
             losses = [read_out(rows_BSD, given) for rows_BSD in rows]

@@ -1,11 +1,14 @@
-"""One sparse layer: token view → router → dispatch → experts → combine (+ shared), on one rank or a
-thousand.
+"""One sparse layer on one rank or a thousand: (split into sub-tokens) → router → dispatch → experts →
+combine → (join) + shared experts.
 
-A router returns routes or a mixture. A mixture's rows are merged here, travel as routes of known
-counts, and are emitted here.
+A router returns routes or a mixture. A mixture's weighted sums are built here, sent as one row per
+slot, and spread back here.
 
 On one rank `LocalDispatcher` returns its input: no copy, no sort. Across ranks a dispatcher from
 distributed/ replaces it; the layer, its experts and their kernels stay the same.
+
+Legend: B sequences, S positions, T tokens or target rows, U rows, D width, G groups of M rows, P
+slots, C width of a sub-token.
 """
 
 from collections.abc import Callable
@@ -30,12 +33,12 @@ class Dispatched(Protocol):
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the rows if they are still in flight."""
+        """Returns the rows that this rank's experts read, (U, D), once they have arrived."""
         ...
 
     @property
     def routes(self) -> Routes:
-        """Waits for the routes that read these rows, with local expert numbers."""
+        """Returns the routes over these rows, whose experts are numbered on this rank, from 0."""
         ...
 
     def combine(self, y_TD: Tensor) -> Tensor:
@@ -211,7 +214,9 @@ class SparseFeedForward(nn.Module):
         if unhalted is not None:
             routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
         shared: list[Tensor] = []
-        y_TD = self.expert_outputs(x_TD, routing.plan, beside=lambda: self._share(x_BSD, shared))
+        y_TD = self.expert_outputs(
+            x_TD, routing.plan, beside=lambda: self._run_shared(x_BSD, shared)
+        )
         if self.view is not None:
             y_TD = self.view.join(y_TD)
         y_BSD = y_TD.unflatten(0, x_BSD.shape[:2])
@@ -221,7 +226,7 @@ class SparseFeedForward(nn.Module):
             y_BSD = y_BSD + shared_BSD
         return y_BSD, routing
 
-    def _share(self, x_BSD: Tensor, out: list[Tensor]) -> None:
+    def _run_shared(self, x_BSD: Tensor, out: list[Tensor]) -> None:
         """Runs the shared experts while the routed rows travel."""
         if self.shared is not None:
             out.append(self.shared(x_BSD))

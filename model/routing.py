@@ -42,9 +42,9 @@ class Routes:
     The last fields describe regular lists, which need no index; 0 means that the rule does not
     hold. `per_source` and `per_target`: route n has source row n // per_source and target row n //
     per_target, so a backend sums without an index. `per_expert`: route n goes through expert n //
-    per_expert, on every rank alike, so counts are known and nothing is sorted. `equal_blocks`: each
-    token has equally many routes to each of so many equal blocks of experts, in order, as heads
-    with their own experts do, and every rank has equally many tokens.
+    per_expert, on every rank alike, so counts are known and nothing is sorted. `equal_blocks`:
+    experts form so many equal blocks (heads), each token's routes visit them in order, equally many
+    in each, and all ranks have equally many tokens.
     """
 
     source_N: Tensor  # int64
@@ -88,8 +88,9 @@ class Routes:
         return replace(self, weight_N=weight_N)
 
     def kept(self, keep_N: Tensor) -> "Routes":
-        """Returns the routes where `keep_N` is true, in order; their number is read from the
-        device.
+        """Returns the routes where `keep_N` is true, in order.
+
+        Their number is read from the device: the one synchronisation that a router may cause.
 
         On the meta device, which has no values, all routes stay: shapes and costs are the full
         list's.
@@ -284,7 +285,7 @@ def head_to_token_routes(
 ) -> Routes:
     """Routes every (token, head) row through its K experts to the token, which sums them.
 
-    `equal_blocks`: as there.
+    `equal_blocks`: as in `token_to_head_routes`.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
     return routes_by_rule(
@@ -299,7 +300,7 @@ def head_to_token_routes(
 
 
 def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Routes:
-    """Routes rows sorted by expert, equally many for each, through it and back in place."""
+    """Returns one route per row: row n goes through expert n // (rows ÷ E) and back to row n."""
     per_expert = num_rows // num_experts
     return routes_by_rule(
         torch.arange(num_rows, device=device) // per_expert,

@@ -5,7 +5,7 @@
         x = group[step.member](x)
     logits = W_out · LN(x) + b    # untied from the embedding
 
-MoEUT (arXiv 2405.16039) has nothing that depends on the step: no layer embedding, no halting, no
+MoEUT (arXiv 2405.16039) has nothing that depends on the depth step: no layer embedding, no halting, no
 residual scaling. SUT halts, and model/loops/halting.py runs its depth steps. With G = L nothing is
 shared and this is an ordinary Transformer; with G = 1 and a dense feed-forward a plain Universal
 Transformer. How one pass applies the layers is in model/loops/steps.py. The residual stream has the
@@ -13,7 +13,8 @@ embedding's dtype: float32, except under train.precision="bfloat16_only"
 (model/execution/precision.py).
 
 Cost of MoEUT per token and depth step, in multiply-accumulates: attention (2 k_A + 2)·D·H·C plus
-the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D.
+the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D, with H heads of C channels, k_A of N_A
+experts per head, and K of E experts of width F.
 
 Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G layers in a group, R
 = L/G repeats.
@@ -53,11 +54,11 @@ class ModelOutput:
     read_out: Tensor
     # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     regularisation_B: Tensor
-    # detached, per sequence: every auxiliary loss without its coefficient, and halting's depth
+    # detached, (B,) by name: auxiliary losses without coefficients, and measures (depth, loops, …)
     auxiliary: dict[str, Tensor]
     # by router kind: feed_forward, value and output (SwitchHead), attention (MoMHA)
     loads: dict[str, DepthLoad]
-    # detached: sums for `after_step`, once added up over the whole step
+    # detached: this pass's part of the totals that `Router.after_step` gets
     carried: dict[str, Tensor]
 
     @staticmethod
@@ -137,7 +138,7 @@ class Transformer(nn.Module):
             tokens_BS: int64, 0 … V−1. With a cache, only the new positions.
             cache: one entry per depth step (`new_cache`), extended in place.
             targets_BS: int64, 0 … V−1: the token after every position.
-            loss_mask_BS: bool: which targets count; None: all. On the host it waits for no device.
+            loss_mask_BS: bool: which targets count; None: all. Best on the CPU, which needs no synchronisation.
             documents: of the tokens (`mark_documents`); None: every row is one document.
             options: loops, exits and draws of this pass, and what it measures and keeps.
 
@@ -149,7 +150,7 @@ class Transformer(nn.Module):
         steps = DepthSteps(
             self.config, self.group, options, x_BSD, cache, documents, training=self.training
         )
-        with accumulate_weight_gradients():
+        with accumulate_weight_gradients():  # repeats of a layer add theirs into one buffer
             rows, gates = self._repeat(steps, x_BSD)
         losses = Losses(self.config, steps, tokens_BS.device)
         losses.add_steps(self.routers(), self.running)
@@ -167,8 +168,8 @@ class Transformer(nn.Module):
         """Returns an empty cache with one entry per depth step: a shared layer has new keys at
         every repeat.
 
-        With `shared_loops` m, loop r of a layer shares its entry with loop r mod m, and the later
-        one's keys stay: 1 keeps those of the last loop (Huginn, arXiv 2502.05171, §6). `num_loops`
+        With `shared_loops` m, loops r and r mod m share an entry, and the later loop overwrites
+        it: 1 keeps those of the last loop (Huginn, arXiv 2502.05171, §6). `num_loops`
         is that of the passes; None: the model's own.
 
         Raises:
@@ -178,7 +179,9 @@ class Transformer(nn.Module):
             raise ValueError(f"shared_loops={shared_loops} must be at least 1")
         schedule = self.config.schedule_of(num_loops or self.config.num_repeats)
         entries: dict[tuple[int, int | None], LayerCache] = {}
-        return [entries.setdefault(_slot(step, shared_loops), LayerCache()) for step in schedule]
+        return [
+            entries.setdefault(_cache_key(step, shared_loops), LayerCache()) for step in schedule
+        ]
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
         """Yields (group member, kind, router) for every router."""
@@ -193,7 +196,10 @@ class Transformer(nn.Module):
             router.before_step(step)
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Gives every router its share of `carried`, summed over micro-batches and ranks."""
+        """Gives every router its own sums out of `carried`, summed over micro-batches and ranks.
+
+        `step`: optimizer steps done before this one, as `before_step` got it.
+        """
         for member, kind, router in self.routers():
             own = {name: totals[f"{member}/{kind}/{name}"] for name in router.carried}
             if own:
@@ -208,7 +214,7 @@ class Transformer(nn.Module):
         """
         tied = None
         if self.config.tied_head:
-            tied = self.embedding.to(cast(Layer, self.group[0]).attention.dtype)
+            tied = self.embedding.to(cast(Layer, self.group[0]).attention.dtype)  # of products
         if given is None or given.targets_BS is None:
             return self.head(x_BSD, tied_VD=tied)
         return self.head(x_BSD, given.targets_BS, given.counted_C, tied, share_BS)
@@ -249,7 +255,7 @@ class Transformer(nn.Module):
         return self.read_out(self._normed(state_BSD), given)
 
 
-def _slot(step: DepthStep, shared_loops: int | None) -> tuple[int, int | None]:
+def _cache_key(step: DepthStep, shared_loops: int | None) -> tuple[int, int | None]:
     """Returns the layer of a depth step, and which of its cache's entries it uses."""
     if step.loop is None or shared_loops is None:
         return step.member, step.loop

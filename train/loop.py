@@ -114,6 +114,9 @@ def step(
         batch: this rank's share of the global batch.
         rate: the learning rate.
         data_ready: whether this rank has the next step's batch.
+
+    Returns:
+        What the hooks read.
     """
     device = run.process.device
     micro_batches = split_batch(batch, device, document_use(run.config))
@@ -127,7 +130,8 @@ def step(
     own_s = time.perf_counter() - began_s - meter.waited_s
 
     run.reducer.reduce()
-    # The reduction of the gradient's norm carries other numbers that every rank needs.
+    # The norm's all-reduce also sums stop requests, ranks whose next batch is late and, to judge spikes
+    # (train.skip_spikes), the cross-entropy.
     loss = [] if run.judge.deviations is None else [meter.loss]
     grad_norm, (stops, waiting, *global_loss) = clip_gradients(
         run.parameters,
@@ -163,7 +167,7 @@ def accumulate_gradients(
     passes = options_of_passes(config, run.progress.step, run.process, micro_batches)
     pairs = zip(micro_batches, passes, strict=True)
     for index, (micro_batch, options) in enumerate(pairs, start=first_index):
-        seed_micro_batch(config.train.seed, run.progress.step, index)
+        seed_micro_batch(config.train.seed, run.progress.step, index)  # for a user's own parts
         result = micro_batch_loss(
             forward,
             micro_batch,
@@ -185,7 +189,7 @@ def update_weights(
     if skipped is None:
         set_rates(run.optimizer, rate, peak=config.optim.learning_rate)
         run.optimizer.step()
-        if not run.progress.updates:
+        if not run.progress.updates:  # the optimizer has its state only now
             check_state(run.model, run.optimizer)
         run.model.after_step(run.progress.step, carried)
     run.state.progress = run.progress.after_step(

@@ -4,8 +4,7 @@ loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local se
 regularisation ÷ global sequences, global meaning all ranks and accumulation steps. Every reduction
 of gradients is therefore a plain sum, without 1/dp, 1/ep or 1/steps. With a loss mask only counted
 targets are tokens here (train/micro_batches.py counts them); regularisation covers all tokens,
-because experts serve prompts and answers alike, except for the entropy of exits, which is that of
-counted targets.
+because experts serve prompts and answers alike. Only the exits' entropy covers counted targets alone.
 """
 
 from dataclasses import dataclass
@@ -49,7 +48,9 @@ class MicroBatchLoss:
     # detached: the same of every auxiliary loss, without its coefficient
     auxiliary: dict[str, Tensor]
     loads: dict[str, DepthLoad]
-    carried: dict[str, Tensor]  # this micro-batch's share of the sums for `Router.after_step`
+    carried: dict[
+        str, Tensor
+    ]  # this micro-batch's part of the totals that `Router.after_step` gets
 
 
 def micro_batch_loss(
@@ -60,7 +61,7 @@ def micro_batch_loss(
     global_targets: int | None = None,
     options: PassOptions | None = None,
 ) -> MicroBatchLoss:
-    """Runs the model on a micro-batch, whose tokens are all valid, including padding.
+    """Runs the model on a micro-batch; padding must hold token ids in range, too.
 
     Args:
         forward: the forward pass.
@@ -69,6 +70,9 @@ def micro_batch_loss(
         global_targets: counted targets of one optimizer step over all ranks; required with a mask.
             If 0, the cross-entropy is 0.
         options: of the pass; None: as configured.
+
+    Returns:
+        Its share of the global loss, in nats per token, and what the pass has reported.
 
     Raises:
         ValueError: only one of mask and number is given.

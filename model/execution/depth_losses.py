@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...plugins import PluginError, Registry
+from ..balance import RouterReport
+from ..config.model_config import DepthStep
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class DepthStates:
     read_out: Callable[[Tensor], Tensor]
     # (B, S, D) to (B, S, V): the logits read out of a state, in float32, which must fit in memory
     logits: Callable[[Tensor], Tensor]
+    # of every depth step in the order in which they ran, with its layer and loop: each router's
+    # report by kind, whose `sums` are differentiable, per sequence
+    routing: tuple[tuple[DepthStep, Mapping[str, RouterReport]], ...] = ()
 
 
 DepthLoss = Callable[[DepthStates], Tensor]

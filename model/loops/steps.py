@@ -26,12 +26,14 @@ from .measures import LoopMeasures
 class PassOptions:
     """Says how one forward pass runs; the default is the model as configured."""
 
-    depth: PassDepth | None = None  # the loops; None: the model's own number
-    exit_rule: ExitRule | None = None  # when a sequence leaves, in evaluation; None: at the end
-    # Only in training:
-    draws: Draws | None = None  # of random numbers; None: keyed by torch's default generator
+    depth: PassDepth | None = None  # how many loops each sequence makes; None: `num_repeats`
+    exit_rule: ExitRule | None = (
+        None  # in evaluation: when a sequence stops looping; None: at the end
+    )
+    # For training; evaluation ignores draws, measures_loops and depth_losses:
+    draws: Draws | None = None  # random numbers; None: keyed by torch's default generator
     measures_loops: bool = False  # whether loops are compared (measures.py)
-    depth_losses: tuple[WeightedLoss, ...] = ()  # a user's own
+    depth_losses: tuple[WeightedLoss, ...] = ()  # a user's own losses (train.losses)
     recompute: Recompute = "none"  # what the backward pass keeps; a cache is never recomputed
     # Whether all ranks of an EP group give every sparse layer equally many rows, none of them
     # padding: dispatchers can then skip the exchange of sizes.
@@ -69,18 +71,20 @@ class DepthSteps:
         if options.exit_rule is not None and not training:
             self.exits = Exits(options.exit_rule, len(x_BSD), self.real_BS)
         self.measures = None
-        loops_differ = config.order == "abab" and config.halting is None and config.num_repeats > 1
-        if options.measures_loops and training and loops_differ:
+        has_comparable_loops = (
+            config.order == "abab" and config.halting is None and config.num_repeats > 1
+        )
+        if options.measures_loops and training and has_comparable_loops:
             self.measures = LoopMeasures(self.depth, len(x_BSD), self.real_BS)
         self.done: list[DepthStep] = []
         self.reports: list[dict[str, RouterReport]] = []  # of `done`
         self.halted: Halted | None = None
-        # by depth step, of its last run; only losses on depth steps need them
+        # (B, S, D) by depth step; a coda that runs again replaces its own; only a user's losses read them
         self.states: dict[int, Tensor] = {}
         self._keeps_states = training and bool(options.depth_losses)
         self._config, self._layers, self._cache = config, layers, cache
         factor, core = config.loops.residual_scale, config.core_layers
-        num_core_steps = core * self.depth.num_loops
+        num_core_steps = core * self.depth.num_loops  # λ/(R·√C), arXiv 2606.18524
         self._core_scale = 1.0 if factor is None else factor * core**0.5 / num_core_steps
         self._check_cache(options, documents)
         self._context = DepthContext(
@@ -93,7 +97,7 @@ class DepthSteps:
 
     @property
     def members(self) -> list[int] | None:
-        """Returns the layer of every step that was made; None: as the configuration lists them."""
+        """Returns each step's layer, by which loads are then summed; None: the steps are `load_steps`."""
         members = [step.member for step in self.done]
         return None if members == [step.member for step in self._config.load_steps] else members
 
@@ -112,7 +116,7 @@ class DepthSteps:
         return self._apply(step, x_BSD, replace(self._context, unhalted=unhalted), None)
 
     def apply(self, step: DepthStep, x_BSD: Tensor, live: Tensor | None) -> Tensor:
-        """Applies one layer to the sequences `live`, (B',) int64, which x has; None: all."""
+        """Applies one layer to x, which has only the sequences `live`, (B',) int64; None: all."""
         context = self._context if live is None else self._context.of_sequences(live)
         return self._apply(step, x_BSD, context, live)
 
@@ -135,7 +139,7 @@ class DepthSteps:
         return x_BSD
 
     def _draws_of(self, step: DepthStep, live: Tensor | None) -> Draws | None:
-        """Returns the layer's draws in the loops that its sequences make there."""
+        """Returns the layer's random numbers, keyed by each sequence's own loop; −1 outside the core."""
         if self.draws is None:
             return None
         loops = -1 if step.loop is None else step.loop

@@ -292,6 +292,32 @@ def test_a_loss_may_read_logits_out_of_every_state():
     torch.testing.assert_close(*gradients)
 
 
+def test_a_loss_on_the_routing_over_loops_reaches_the_router():
+    """Of the mean probabilities of a layer's experts in its first two loops."""
+
+    def loss(states: DepthStates) -> Tensor:
+        of_loop = {
+            step.loop: report["feed_forward"].sums["probability"]
+            for step, report in states.routing
+            if step.loop is not None and "feed_forward" in report
+        }
+        assert [*of_loop] == [*range(R)]
+        return (of_loop[0] - of_loop[1]).square().sum((1, 2))
+
+    model = looped("moeut", {"layers_per_group": 1})
+    set_options(model, depth_losses=(WeightedLoss("own:loss", 1.0, loss),))
+    tokens = tokens_of()
+    output = model(tokens, targets_BS=tokens)
+    assert output.auxiliary["loss"].shape == (SEQUENCES,)
+    set_options(model, depth_losses=())
+    without = model(tokens, targets_BS=tokens).regularisation_B
+    difference = (output.regularisation_B - without).sum()
+    torch.testing.assert_close(difference, output.auxiliary["loss"].sum())
+    difference.backward()
+    routers = [value.grad for name, value in model.named_parameters() if "router" in name]
+    assert any(grad is not None and grad.abs().max() > 0 for grad in routers)
+
+
 def test_the_loss_of_chosen_loops_is_their_mean():
     model = looped("huginn_moe", {"loops.depth": {}})
     losses = []
