@@ -240,7 +240,7 @@ def summary(spent: Tensor) -> dict[str, Any]:
 
 def rows(point: Point, dispatcher: Any, routes: Routes) -> dict[str, int]:
     """Returns the rows of a pass over all ranks, with their lower and upper bounds."""
-    stats = None if isinstance(dispatcher, LocalDispatcher) else dispatcher.stats()
+    stats = None if isinstance(dispatcher, LocalDispatcher) else dispatcher.setup.counters
     sent = 0 if stats is None else stats.rows_sent // stats.passes
     wanted = torch.zeros(routes.num_targets, point.num_ranks, dtype=torch.bool)
     wanted[routes.source_N, routes.expert_N // EXPERTS_PER_RANK] = True

@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ..data_pipeline.files import append_line, write_atomically
 from ..plugins import runs_near
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
@@ -207,13 +208,8 @@ class Journal:
         Raises:
             OSError: the entry may be missing, torn or whole on disk. Writing it again is safe.
         """
-        line = line_of(entry)
-        with open(self.path, "ab+") as file:
-            if file.tell() and not _ends_with_newline(file):
-                # a writer was killed in mid-line: its fragment must not swallow this entry
-                line = "\n" + line
-            file.write(line.encode())
-            file.flush()
+        with open(self.path, "ab+", buffering=0) as file:
+            append_line(file, line_of(entry))
             os.fsync(file.fileno())
 
     def entries(self) -> list[JournalEntry]:
@@ -235,8 +231,8 @@ def entry_of(
 
 
 def line_of(entry: Mapping[str, Any]) -> str:
-    """Returns a line of the journal."""
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+    """Returns a line of the journal, without its newline."""
+    return json.dumps(entry, ensure_ascii=False)
 
 
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
@@ -485,16 +481,6 @@ def python_module(name: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", name, *words]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that readers see whole or not at all, synced to disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def signal_name(exit_code: int | None) -> str | None:
     """Returns the signal that an exit code stands for: SIGKILL for -9, None for 1."""
     if exit_code is None or exit_code >= 0:
@@ -512,8 +498,3 @@ def as_details(cause: RootCause) -> dict[str, Any]:
         for key, value in asdict(cause).items()
         if value is not None and value is not False
     }
-
-
-def _ends_with_newline(file: Any) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"

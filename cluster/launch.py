@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
+from ..data_pipeline.files import write_atomically
 from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
@@ -40,7 +41,6 @@ from .job import (
     Launch,
     begin_submission,
     refuse_if_running,
-    write_atomically,
 )
 from .report.run_report import last_checkpoint
 from .supervise.background_data import prepares_beside

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..data_pipeline.files import write_atomically
 from ..train.record.untrusted import read_text
-from .job import STOP, JobError, JobStatus, read_status, write_atomically
+from .job import STOP, JobError, JobStatus, read_status
 from .liveness import LivenessWatch
 
 # Contents of the stop flag. An empty flag asks for a checkpoint at a step boundary.

@@ -3,8 +3,6 @@
 import errno
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,35 +10,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import PrepareError
-
-TEMPORARY = ".tmp-"
+from .files import replacing, sync
 
 
 @contextmanager
 def atomic_write(
     path: Path, *, durable: bool = True, name: Callable[[Path, Path], None] | None = None
 ) -> Iterator[IO[bytes]]:
-    """Writes a file atomically: temporary name, fsync, rename. An exception removes it.
+    """Writes a file with `files.replacing`, and explains errors.
 
-    Args:
-        path: the file.
-        durable: whether to fsync. Without, a power failure may leave the file empty or torn, so call
-            `make_durable` later, or detect and repeat.
-        name: gives the temporary file its name; by default `os.replace`.
+    Without `durable` call `make_durable` later, or detect a torn file and repeat.
     """
-    temporary = _temporary_name(path)
-    with explained_write_errors(path):
-        try:
-            with open(temporary, "xb") as file:
-                yield file
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            (name or os.replace)(temporary, path)
-            if durable:
-                _sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with explained_write_errors(path), replacing(path, durable=durable, name=name) as file:
+        yield file
 
 
 def make_durable(paths: Sequence[Path]) -> None:
@@ -53,26 +35,12 @@ def make_durable(paths: Sequence[Path]) -> None:
         for _ in threads.map(_sync, paths):
             pass
     for folder in {path.parent for path in paths}:
-        with explained_write_errors(folder):
-            _sync_folder(folder)
+        _sync(folder)
 
 
 def _sync(path: Path) -> None:
-    with explained_write_errors(path), open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _temporary_name(path: Path) -> Path:
-    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Fsyncs a folder, without which a rename does not survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with explained_write_errors(path):
+        sync(path)
 
 
 @contextmanager

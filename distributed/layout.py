@@ -93,11 +93,6 @@ class Layout:
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
             object.__setattr__(self, "dp_shard", self.ep)
-        sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "ep")}
-        if wrong := {name: size for name, size in sizes.items() if size < 1}:
-            raise ValueError(f"mesh sizes must be at least 1, got {wrong}")
-        if self.dp_shard % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide dp_shard {self.dp_shard}")
 
     @property
     def efsdp(self) -> int:
@@ -162,13 +157,7 @@ def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:
 
 
 def coordinates(layout: Layout, rank: int) -> Coordinates:
-    """Returns the coordinates of a rank in both views.
-
-    Raises:
-        ValueError: the layout has no such rank.
-    """
-    if not 0 <= rank < layout.world_size:
-        raise ValueError(f"rank {rank} is not in 0..{layout.world_size - 1} ({layout})")
+    """Returns the coordinates of a rank in both views."""
     dp_replicate, dp_shard = divmod(rank, layout.dp_shard)
     efsdp, ep = divmod(dp_shard, layout.ep)
     return Coordinates(dp_replicate, dp_shard, efsdp, ep, dp_replicate * layout.efsdp + efsdp)
@@ -233,10 +222,14 @@ def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-def local_experts(layout: Layout, rank: int, num_experts: int, name: str = "this layer") -> range:
+def local_experts(layout: Layout, rank: int, num_experts: int) -> range:
     """Returns the global ids of the experts that `rank` stores initially: its block of `expert_blocks`."""
-    check_experts(layout, {name: num_experts})
     return expert_blocks(num_experts, layout.ep)[coordinates(layout, rank).ep]
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Returns "rank 3" or "ranks 0-7"."""
+    return f"rank{'s' * (len(ranks) > 1)} {spell_ranks(ranks)}"
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

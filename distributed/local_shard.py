@@ -7,7 +7,7 @@ FSDP shards. (These ranks are consecutive because ep is the innermost axis.)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -91,10 +91,8 @@ def block_shard(
 
     An empty range gives a shard without slices.
     """
-    size = tuple(shape)
-    everything = whole_shard(size).slices[0]
-    slices = (_sub_slice(everything, dim, start, length, 0),) if length else ()
-    return LocalShard(size, slices, ranks_per_copy, has_experts)
+    whole = replace(whole_shard(shape), has_experts=has_experts)
+    return narrowed_shard(whole, dim, start, length, ranks_per_copy=ranks_per_copy)
 
 
 def narrowed_shard(
@@ -110,15 +108,11 @@ def narrowed_shard(
         first = max(start, local_start)
         last = min(start + length, local_start + slice_.sizes[dim])
         if first < last:
-            slices.append(_sub_slice(slice_, dim, first - local_start, last - first, first - start))
+            offsets, sizes = list(slice_.offsets), list(slice_.sizes)
+            local_offsets = list(slice_.local_offsets)
+            offsets[dim] += first - local_start
+            sizes[dim], local_offsets[dim] = last - first, first - start
+            slices.append(
+                Slice(tuple(offsets), tuple(sizes), tuple(local_offsets), slice_.is_first)
+            )
     return LocalShard(shard.global_shape, tuple(slices), ranks_per_copy, shard.has_experts)
-
-
-def _sub_slice(slice_: Slice, dim: int, start: int, length: int, local_start: int) -> Slice:
-    """Returns `length` elements of a slice from its `start` along `dim`, stored at `local_start`."""
-    return Slice(
-        (*slice_.offsets[:dim], slice_.offsets[dim] + start, *slice_.offsets[dim + 1 :]),
-        (*slice_.sizes[:dim], length, *slice_.sizes[dim + 1 :]),
-        (*slice_.local_offsets[:dim], local_start, *slice_.local_offsets[dim + 1 :]),
-        slice_.is_first,
-    )

@@ -82,20 +82,9 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, process: Process) -> Mesh:
-    """Creates this rank's groups of `layout`. Collective over the world.
-
-    Raises:
-        ValueError: the layout's size is not the world's.
-    """
-    if layout.world_size != process.world_size:
-        raise ValueError(
-            f"the layout ({layout}) does not fit the world of {process.world_size} ranks"
-        )
+    """Creates this rank's groups of `layout`, which fits the process's world. Collective over it."""
     world_group = dist.group.WORLD
-    if world_group is None:
-        raise RuntimeError(
-            "start_process() comes before build_mesh(): there is no process group yet"
-        )
+    assert world_group is not None, "start_process() comes before build_mesh()"
     made = {("sums", tuple(range(layout.world_size))): world_group}
     groups: dict[str, dist.ProcessGroup] = {}
     for axis in AXES:

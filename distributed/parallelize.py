@@ -6,12 +6,12 @@ on the number of ranks. A rank therefore never holds more than one whole tensor.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..model.balance import RunningSum
 from ..model.config.model_config import ModelConfig
@@ -20,13 +20,13 @@ from ..model.initialise import draw
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from .dispatch.base import build_node_groups
-from .dispatch.choose import choose_dispatcher, make_dispatcher, memory_inside
+from .dispatch.choose import choose_dispatcher, make_dispatcher
 from .dispatch.table import needs_nodes
 from .layout import local_experts
 from .local_shard import LocalShard, block_shard, local_tensor, set_local_shard, whole_shard
 from .mesh import Mesh
 from .process.process import DEFAULT_TIMEOUT_S
-from .sharding import shard_after_fsdp, shard_model
+from .sharding import fsdp_shard, shard_model
 
 
 def build_model(
@@ -80,10 +80,6 @@ def build_model(
     specified = dict(model.named_parameters())
     expert_shards = _keep_own_experts(model, mesh)
     if sharding == "fsdp":
-        if stored != torch.float32:
-            raise ValueError(
-                f'sharded weights are stored in float32, not {stored}: use mesh.sharding="none"'
-            )
         shard_model(model, mesh, precision)
     store_in(model, stored)
     model.to_empty(device=device)
@@ -112,8 +108,6 @@ def _connect(
     nodes = None
     if needs_nodes(choice.name):
         nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
-        outbox, why = memory_inside(nodes, device=device, timeout_s=timeout_s)
-        choice = replace(choice, outbox=outbox, why=why)
     for layer in model.modules():
         if not isinstance(layer, SparseLayer):
             continue
@@ -168,9 +162,9 @@ def _fill(
     `specified` are the whole parameters without values, which name the rule to draw by.
     """
     for name, parameter in model.named_parameters():
-        shard = shard_after_fsdp(
-            expert_shards.get(name) or whole_shard(specified[name].shape), parameter, mesh
-        )
+        shard = expert_shards.get(name) or whole_shard(specified[name].shape)
+        if isinstance(parameter, DTensor):
+            shard = fsdp_shard(shard, parameter.shape, mesh.layout, mesh.rank)
         set_local_shard(parameter, shard)
         if parameter.is_meta:  # shapes only
             continue

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from ..model.execution.precision import enters_a_product
+from ..model.execution.recompute import recomputing
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from .layout import Layout, index_in_group
@@ -68,13 +69,6 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
     _shard(model, dense, exact, whole, free=False)
     _prefetch(model, banks_of)
     _Passes(model, list(_units(model)))
-
-
-def shard_after_fsdp(group_shard: LocalShard, parameter: nn.Parameter, mesh: Mesh) -> LocalShard:
-    """Returns this rank's shard of a parameter whose group stores `group_shard`."""
-    if not isinstance(parameter, DTensor):
-        return group_shard
-    return fsdp_shard(group_shard, parameter.shape, mesh.layout, mesh.rank)
 
 
 def is_sharded(name: str) -> bool:
@@ -157,16 +151,16 @@ def free_gathered(model: nn.Module) -> None:
         unit.reshard()
     if not units:
         return
-    left = [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]
+    left = [
+        name
+        for name, weight in model.named_parameters()
+        if is_sharded(name) and not isinstance(weight, DTensor)
+    ]
     if left:
         raise RuntimeError(
             f"{len(left)} sharded weights are still gathered ({left[0]}, …), because an earlier forward pass of "
             "this model was ended by an error: build the model anew, or continue from a checkpoint"
         )
-
-
-def _is_gathered(name: str, weight: Tensor) -> bool:
-    return is_sharded(name) and not isinstance(weight, DTensor)
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
@@ -209,7 +203,7 @@ class _Passes:
 
     def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad or _in_backward():
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad or recomputing():
             return  # a recomputation does not count as a call
         unit = cast(FSDPModule, module)
         self._open[unit] += 1
@@ -218,7 +212,3 @@ class _Passes:
     def _leave(self, unit: FSDPModule) -> None:
         self._open[unit] -= 1
         unit.set_reshard_after_backward(self._open[unit] == 0, recurse=False)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -11,7 +11,6 @@ Cost: three passes over the bytes; memory for one output file and the largest te
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.errors import ShardError
+from ..data_pipeline.files import sync
 from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.tokenizers.interface import (
     CONFIG_FILE,
@@ -290,8 +290,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         ) from error
     # The library makes files that only their owner can read.
     file.chmod(file.parent.stat().st_mode & 0o666)
-    with open(file, "rb") as written:
-        os.fsync(written.fileno())
+    sync(file)
 
 
 def _compare(tensors: dict[str, Tensor], file: Path) -> None:

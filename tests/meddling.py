@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moebius.data_pipeline.atomic import TEMPORARY
+from moebius.data_pipeline.files import TEMPORARY
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.manifest import is_prepared, read_manifest
 from moebius.data_pipeline.read.token_store import verify_shard

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from ..data_pipeline.files import write_atomically
 from .evaluate import evaluate
 from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
@@ -136,10 +137,8 @@ def finish(run: OpenRun, state: str) -> None:
     run.log.close()
     if run.process.rank == 0:
         # Without this file the supervisor distrusts an exit code of 0.
-        partial_file = run.run_dir / "result.json.tmp"
-        result = {"state": state, "step": run.progress.step}
-        partial_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
-        partial_file.replace(run.run_dir / "result.json")
+        text = json.dumps({"state": state, "step": run.progress.step}) + "\n"
+        write_atomically(run.run_dir / "result.json", text, durable=False)
 
 
 def due(step: int, every: int) -> bool:

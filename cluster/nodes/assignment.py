@@ -4,8 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ...data_pipeline.files import write_atomically
 from ...train.record.untrusted import read_text
-from ..job import Launch, write_atomically
+from ..job import Launch
 from ..watch.heartbeats import folder_of
 
 REPORT = "report.json"

@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from ..job import JobError, write_atomically
+from ...data_pipeline.files import write_atomically
+from ..job import JobError
 from ..nodes import processes
 from .host import CONTROL, DIRECTORIES, PREFIX, HostPlan, processes_of, sweep_directories
 from .ray_session import connected, refuse_unauthenticated

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...data_pipeline.files import write_atomically
 from ...train.record.heartbeat import PhaseClock
 from ...train.record.untrusted import read_text
-from ..job import METRICS, PAUSE, RESULT, Launch, RootCause, State, total_steps, write_atomically
+from ..job import METRICS, PAUSE, RESULT, Launch, RootCause, State, total_steps
 from ..liveness import beat
 from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.provider import NodeHandle, NodeLost

@@ -7,8 +7,8 @@ at the next look, several times a second. A look costs one `stat` per file.
 import contextlib
 from pathlib import Path
 
+from ...data_pipeline.files import write_atomically
 from ...train.record.untrusted import read_text
-from ..job import write_atomically
 
 
 class KeptFiles:

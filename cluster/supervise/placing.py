@@ -22,7 +22,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..job import SCALE, THIS_MACHINE, JobError, Launch, read_status, submitted_to, write_atomically
+from ...data_pipeline.files import write_atomically
+from ..job import SCALE, THIS_MACHINE, JobError, Launch, read_status, submitted_to
 from ..nodes.provider import Capacity, NodeHandle, NodeProvider, NodesUnavailable
 
 LOOK_EVERY_S = 2.0  # between two questions to the cluster

@@ -17,19 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...data_pipeline.files import write_atomically
 from ...train.record.untrusted import read_text
-from ..job import (
-    GENERATION,
-    JOURNAL,
-    PAUSE,
-    RESULT,
-    Journal,
-    State,
-    beat,
-    entry_of,
-    line_of,
-    write_atomically,
-)
+from ..job import GENERATION, JOURNAL, PAUSE, RESULT, Journal, State, beat, entry_of, line_of
 from ..stop import STOP_NOW, stop_requested
 from .kept_files import KeptFiles
 
@@ -53,7 +43,7 @@ class RetryingJournal(Journal):
     def write(self, entry: Mapping[str, Any]) -> None:
         """Appends an entry to the file, and to what the file must hold."""
         super().write(entry)
-        self.kept.add(JOURNAL, line_of(entry))
+        self.kept.add(JOURNAL, line_of(entry) + "\n")
 
     def append(self, state: State, **values: Any) -> None:
         """Appends one state, now or as soon as possible."""

@@ -1,6 +1,6 @@
 """The state of a folder being prepared: its lock, its recorded plan and its quarantined units."""
 
-import fcntl
+import io
 import json
 import os
 import shutil
@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from glob import glob
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from ...plugins import PYTHON, some_of
-from ..atomic import TEMPORARY, atomic_write, explained_write_errors, read_record, write_record
+from ..atomic import atomic_write, explained_write_errors, read_record, write_record
 from ..errors import PrepareError
+from ..files import TEMPORARY, lock_file
 from ..manifest import (
     UNFINISHED,
     DatasetManifest,
@@ -142,29 +143,18 @@ def claimed(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _locked(folder: Path, on_wait: Callable[[], None]) -> IO[bytes]:
+def _locked(folder: Path, on_wait: Callable[[], None]) -> io.FileIO:
     """Opens and locks the lock file, which its last holder may delete meanwhile."""
-    path = folder / UNFINISHED / LOCK
     told = False
     while True:
         _make_room(folder)
         try:
-            lock = open(path, "ab")  # noqa: SIM115 (closed by the caller)
+            return lock_file(folder / UNFINISHED / LOCK, "a", wait=told)
         except FileNotFoundError:  # deleted just now
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not told:
-                on_wait()
+            on_wait()
             told = True
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
-                return lock
-        except FileNotFoundError:
-            pass
-        lock.close()
 
 
 def _make_room(folder: Path) -> None:

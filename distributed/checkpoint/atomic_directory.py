@@ -1,7 +1,6 @@
 """Creates directories atomically, and writes checkpoints outside of a run."""
 
 import errno
-import fcntl
 import io
 import logging
 import os
@@ -14,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...data_pipeline.files import lock_file, sync
 from ..layout import MeshConfig, plan_layout
 from ..local_shard import whole_shard
-from .checkpoint_folder import discard, sync_directory
+from .checkpoint_folder import discard
 from .format import CheckpointError, CheckpointMeta, damaged_files, open_checkpoint, step_name
 from .writing import seal, software_versions, write_tensors
 
@@ -119,7 +119,7 @@ def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
             yield part
         with _blamed_on(out):
             os.unlink(lock.name)
-            sync_directory(part)
+            sync(part)
             _rename_to_new(part, out)
     _sync_name(out)
 
@@ -154,7 +154,7 @@ def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
 def _sync_name(out: Path) -> None:
     """Syncs the name of a complete `out`; a failure does not remove it."""
     try:
-        sync_directory(out.parent)
+        sync(out.parent)
     except OSError as error:
         raise CheckpointError(
             f"{out} is complete, but its name may not survive a power cut: "
@@ -199,16 +199,14 @@ def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
     Raises:
         OSError: another process holds it, it is gone, or its state is unknown.
     """
-    file = io.FileIO(path, "x" if is_new else "r+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            raise FileNotFoundError(errno.ENOENT, "its lock was replaced", str(path))
+        return lock_file(path, "x" if is_new else "r+")
+    except BlockingIOError:
+        raise
     except OSError as error:
-        if not is_new or isinstance(error, BlockingIOError):
-            file.close()
+        if not is_new or error.errno == errno.EEXIST:
             raise
-    return file
+    return io.FileIO(path)
 
 
 def _rename_to_new(path: Path, out: Path) -> None:

@@ -12,7 +12,6 @@ partial directory never looks like a checkpoint.
 """
 
 import logging
-import os
 import re
 import shutil
 import time
@@ -23,6 +22,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from ...data_pipeline.files import sync
 from .format import CheckpointError, StaleGenerationError, latest, list_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def publish(temporary: Path, final: Path) -> None:
         if aside.exists():
             aside.rename(final)
         raise
-    sync_directory(final.parent)
+    sync(final.parent)
     discard(aside)
 
 
@@ -207,12 +207,3 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be deleted; it is no longer needed", path)
-
-
-def sync_directory(path: Path) -> None:
-    """Syncs a directory's names to the disk (fsync), so that they survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -52,11 +52,11 @@ from .format import (
     step_name,
     without_advice,
 )
-from .loading import dtype_name, misfits, open_share
+from .loading import dtype_name, open_share
 from .recovery import WholeCheckpoint, newest_whole
 from .second_copy import CopyRecord, SecondCopy
 from .together import causes, gathered, together
-from .writing import drop_cached, encoded, merged, seal, software_versions, write_tensors
+from .writing import drop_cached, merged, seal, software_versions, write_tensors
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -126,10 +126,6 @@ class Checkpointer:
         on_failure: OnFailure = "stop",
         second: SecondCopy | None = None,
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(
-                f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays"
-            )
         self._folder = CheckpointFolder(directory, keep_last, generation, generation_file)
         self._on_failure: OnFailure = on_failure
         self._second = second
@@ -172,7 +168,7 @@ class Checkpointer:
             self._failure, failure = None, self._failure
             raise SaveFailedError(str(failure)) from failure
         signature, encoded_meta = together(
-            self._group, lambda: (self._signature(tensors, shards), encoded(meta))
+            self._group, lambda: (_signature(tensors, shards), json.dumps(meta))
         )
         self._compare(signature)
         job = _Job(
@@ -273,34 +269,12 @@ class Checkpointer:
         buffers = [(name, self._buffers[name]) for name in mine]
         return [(name, each, shards.get(name) or whole_shard(each.shape)) for name, each in buffers]
 
-    def _signature(
-        self, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
-    ) -> Signature:
-        if unknown := sorted(set(shards) - set(tensors)):
-            raise CheckpointError(f"there are shards of {unknown}, but no such tensors")
-        parts = {
-            name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()
-        }
-        if wrong := [
-            text for name, shard in shards.items() for text in misfits(name, tensors[name], shard)
-        ]:
-            raise CheckpointError("\n  ".join(wrong))
-        return {
-            name: (
-                part.global_shape,
-                dtype_name(tensors[name].dtype),
-                part.ranks_per_copy,
-                part.has_experts,
-            )
-            for name, part in parts.items()
-        }
-
     def _compare(self, signature: Signature) -> None:
         """Checks that all ranks hold the same names, shapes and dtypes, first by checksum. Collective."""
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
         if len(set(gathered(self._group, lambda: digest))) == 1:
             return
-        first, *others = map(_signature_of, gathered(self._group, lambda: signature))
+        first, *others = gathered(self._group, lambda: signature)
         for rank, other in enumerate(others, start=1):
             unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if unlike:
@@ -446,12 +420,13 @@ def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
     return owners
 
 
-def _signature_of(plain: Mapping[str, Any]) -> Signature:
-    """Restores a signature from JSON, where tuples are lists."""
-    return {
-        name: (tuple(shape), dtype, ranks_per_copy, has_experts)
-        for name, (shape, dtype, ranks_per_copy, has_experts) in plain.items()
-    }
+def _signature(tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]) -> Signature:
+    signature: Signature = {}
+    for name, tensor in tensors.items():
+        part = shards.get(name) or whole_shard(tensor.shape)
+        dtype = dtype_name(tensor.dtype)
+        signature[name] = (part.global_shape, dtype, part.ranks_per_copy, part.has_experts)
+    return signature
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -10,18 +10,18 @@ Cost: one pass over the bytes, and one message per rank with some 200 bytes per 
 
 import hashlib
 import io
-import json
 import os
 import pickle
 import platform
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...data_pipeline.files import sync
 from ..local_shard import LocalShard, Slice
-from .checkpoint_folder import sync_directory
 from .format import (
     SUM_BYTES,
     CheckpointError,
@@ -145,8 +145,13 @@ def _dcp_metadata(index: Index) -> Metadata:
         for number, chunk in enumerate(stored.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            place = _StorageInfo(chunk.file, chunk.start, chunk.length)
-            places[MetadataIndex(name, offsets, number)] = place
+            # DCP reads these attributes and has no public class for them.
+            places[MetadataIndex(name, offsets, number)] = SimpleNamespace(
+                relative_path=chunk.file,
+                offset=chunk.start,
+                length=chunk.length,
+                transform_descriptors=None,
+            )
         properties = TensorProperties(dtype=dtype_named(stored.dtype))
         tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
     return Metadata(tensors, storage_data=places, version=CURRENT_DCP_VERSION)
@@ -173,7 +178,7 @@ def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, File
     all_sums[".metadata"] = write_synced(path / ".metadata", pickle.dumps(_dcp_metadata(index)))
     manifest = CheckpointManifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
     write_synced(path / "manifest.json", manifest.model_dump_json(indent=1))
-    sync_directory(path)
+    sync(path)
     return sum(found.num_bytes for found in all_sums.values())
 
 
@@ -195,25 +200,9 @@ def drop_cached(path: Path) -> None:
 def write_synced(path: Path, content: str | bytes) -> FileSum:
     """Writes and syncs a file; returns its size and checksum."""
     data = content.encode() if isinstance(content, str) else content
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    sync(path)
     return FileSum(num_bytes=len(data), blake2b=blake2b(data))
-
-
-def encoded(meta: dict[str, Any]) -> str:
-    """Returns the caller's values as JSON.
-
-    Raises:
-        CheckpointError: they are not JSON values.
-    """
-    try:
-        return json.dumps(meta)
-    except TypeError as error:
-        raise CheckpointError(
-            f"meta must be JSON: {error}; tensors belong among the tensors"
-        ) from error
 
 
 def software_versions() -> dict[str, str]:

@@ -47,14 +47,6 @@ class Setup:
     name: str = ""  # of the dispatcher
     why: str = ""  # the reason for choosing it
 
-    def __post_init__(self) -> None:
-        if self.check_every < 0:
-            raise ValueError(f"check_every={self.check_every} must be at least 0")
-        if self.expert_map is not None and len(self.expert_map.slots_P) != self.group.size():
-            raise ValueError(
-                f"the expert map is for {len(self.expert_map.slots_P)} ranks, but the group has {self.group.size()}"
-            )
-
     def communicator(self, group: dist.ProcessGroup) -> Communicator:
         """Returns a communicator over `group` that counts in this setup's counters."""
         nodes = nodes_of(dist.get_process_group_ranks(group), self.ranks_per_node)
@@ -91,10 +83,6 @@ class ExpertParallelDispatcher(ABC):
         if expert_map is None:
             expert_map = contiguous_map(routes.num_experts, setup.group.size())
         return expert_map.seen_from(setup.group.rank())
-
-    def stats(self) -> Counters:
-        """Returns the counters of this dispatcher."""
-        return self.setup.counters
 
     def with_expert_map(self, expert_map: ExpertMap) -> Self:
         """Returns this dispatcher with a new expert map and the same counters."""

@@ -143,18 +143,6 @@ def choose_dispatcher(
     )
 
 
-def memory_inside(
-    nodes: NodeGroups, *, device: torch.device, timeout_s: float
-) -> tuple[Outbox | None, str]:
-    """Opens shared memory for this node's ranks; returns it or None, and the reason. Collective."""
-    if nodes.intra.size() == 1:
-        return None, ""
-    found = _outbox_of(nodes.intra, device, None, timeout_s)
-    if isinstance(found, str):
-        return None, f"collectives inside nodes: {found}"
-    return found, "shared memory inside nodes"
-
-
 def _outbox_of(
     group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
 ) -> Outbox | str:

@@ -54,7 +54,7 @@ class Pending:
         return self.rows
 
 
-class Collective(Protocol):
+class RowCollective(Protocol):
     """A collective of rows along dim 0 whose backward is another collective."""
 
     def start(self, rows: Tensor) -> Pending:
@@ -62,7 +62,7 @@ class Collective(Protocol):
         ...
 
     @property
-    def reverse(self) -> "Collective":
+    def reverse(self) -> "RowCollective":
         """Returns the collective for the gradients."""
         ...
 
@@ -203,7 +203,7 @@ class _Start(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        collective: Collective,
+        collective: RowCollective,
         counters: Counters,
         in_flight: _InFlight,
         is_combine: bool,
@@ -227,7 +227,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, collective: Collective, counters: Counters, in_flight: _InFlight
+        ctx: Any, rows: Tensor, collective: RowCollective, counters: Counters, in_flight: _InFlight
     ) -> Tensor:
         ctx.collective, ctx.in_flight = collective, in_flight
         # If nothing was started, this is a recomputed pass and the rows were saved.
@@ -251,7 +251,12 @@ class AsyncCollective:
     """
 
     def __init__(
-        self, rows: Tensor, collective: Collective, counters: Counters, *, is_combine: bool = False
+        self,
+        rows: Tensor,
+        collective: RowCollective,
+        counters: Counters,
+        *,
+        is_combine: bool = False,
     ) -> None:
         self._collective, self._counters, self._in_flight = collective, counters, _InFlight()
         self._started: Tensor = _Start.apply(

@@ -1,10 +1,9 @@
 """Sends one row per node, then one per rank inside the node; outputs are summed inside the node first.
 
 Rank i of a node exchanges with rank i of the other nodes (inter), then forwards what it received to
-the ranks of its own node (intra); both exchanges work like dedup.py. If a node's ranks share memory,
-the intra exchange uses it (symmetric.py), with the same bits. Each row crosses the slow links once per
-distinct node that serves it. For 8 experts per token on 2 nodes of 8 ranks that is 1.99 rows on
-average; `dedup` sends 6.5.
+the ranks of its own node (intra); both exchanges work like dedup.py. Each row crosses the slow links
+once per distinct node that serves it. For 8 experts per token on 2 nodes of 8 ranks that is 1.99 rows
+on average; `dedup` sends 6.5.
 
 One table gives the sizes of both exchanges: the rows, routes and targets that every rank has for
 every rank and every node. All ranks gather it, P · (P + M) · 24 bytes, and read it on the host once
@@ -29,7 +28,6 @@ from .base import Setup
 from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
 from .exchange import AllGather
 from .expert_map import ExpertMap, ExpertPlaces, places, places_in_node, places_on_nodes
-from .symmetric import start_exchange
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,10 @@ class HierarchicalDispatcher(RowSharingDispatcher):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        if setup.nodes is None:
-            raise ValueError(
-                "the hierarchical dispatcher needs the groups between and inside nodes "
-                "(build_node_groups)"
-            )
+        assert setup.nodes is not None, "hierarchical needs the groups of build_node_groups"
         self.inter = setup.communicator(setup.nodes.inter)
         self.intra = setup.communicator(setup.nodes.intra)
         self.communicators += [self.inter, self.intra]
-        if self.inter.num_ranks * self.intra.num_ranks != self.communicator.num_ranks:
-            raise ValueError(
-                f"{self.inter.num_ranks} nodes × {self.intra.num_ranks} ranks are not the EP "
-                f"group's {self.communicator.num_ranks}"
-            )
 
     def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
         """Starts sending the distinct rows and their routes between nodes. Collective."""
@@ -99,8 +88,6 @@ class HierarchicalDispatcher(RowSharingDispatcher):
             rows_sent=sum(row[ROWS] for row in (*sizes.sent, *intra_sizes.sent)),
             routes_served=sum(row[ROUTES] for row in intra_sizes.received),
         )
-        if self.setup.outbox is not None:
-            self.setup.outbox.check(self.intra.checking)
         return _Dispatched(came, lambda came: self._start_intra(came, expert_map, intra_sizes))
 
     def _start_intra(
@@ -109,19 +96,12 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         """Forwards received rows to the ranks of this node."""
         x_UD, routes = came.x_UD, came.routes
         inside = places_in_node(expert_map, x_UD.device, self.intra.num_ranks)
-        num_slots = expert_map.slots_P[self.communicator.rank]
-        if self.setup.outbox is not None:
-            return start_exchange(
-                self.setup.outbox,
-                self.intra.counters,
-                x_UD,
-                routes,
-                places=inside,
-                num_slots=num_slots,
-                is_inner=True,
-            )
         exchange = DedupExchange(
-            self.intra, routes, inside, num_sources=len(x_UD), num_slots=num_slots
+            self.intra,
+            routes,
+            inside,
+            num_sources=len(x_UD),
+            num_slots=expert_map.slots_P[self.communicator.rank],
         )
         return exchange.start(x_UD, sizes, is_inner=True)
 

@@ -33,10 +33,10 @@ from ...kernels.permute import gather_rows, sum_rows
 from ...model.execution.recompute import save_combine, save_dispatch, skip_combine
 from ...model.moe import Dispatched
 from ...model.routing import Routes
-from ..symmetric.outbox import Outbox, Plan, ReceivedRows
+from ..symmetric.outbox import Outbox, ReceivedRows, RoutePlan
 from .base import ExpertParallelDispatcher, Setup
 from .exchange import Counters
-from .expert_map import ExpertPlaces, places
+from .expert_map import places
 
 _PLACE_BYTES = 12  # of a route: slot, row and target
 
@@ -49,12 +49,10 @@ class _Pass:
     """
 
     outbox: Outbox
-    plan: Plan
+    plan: RoutePlan
     counters: Counters
     rows: Tensor  # (0, D), with the dtype of the rows
     weight_dtype: torch.dtype
-    # part of another exchange, which counts rows and routes and saves its sums for a recomputation
-    is_inner: bool
     sent: int | None = None
     answered: int | None = None
     # backward pass
@@ -81,9 +79,7 @@ class _Pass:
             rows_sent = sum(rows)
             num_bytes += (rows_sent - rows[own]) * row_bytes
             num_bytes += (sum(routes) - routes[own]) * route_bytes
-        self.counters.add(bytes_intra_node=num_bytes)
-        if not self.is_inner:
-            self.counters.add(rows_sent=rows_sent, routes_served=num_routes)
+        self.counters.add(bytes_intra_node=num_bytes, rows_sent=rows_sent, routes_served=num_routes)
 
 
 def _number(posted: int | None) -> int:
@@ -228,7 +224,7 @@ class _Exchange:
             answers = sum_rows(
                 answers, None, target_N, num_rows=num_rows, per_row=routes.per_target
             )
-        return answers if self.run.is_inner else save_combine(answers)
+        return save_combine(answers)
 
     @cached_property
     def _received(self) -> tuple[Tensor, Routes, Tensor]:
@@ -246,41 +242,12 @@ class _Exchange:
         return rows, routes, starts
 
 
-def start_exchange(
-    outbox: Outbox,
-    counters: Counters,
-    x_UD: Tensor,
-    routes: Routes,
-    *,
-    places: ExpertPlaces,
-    num_slots: int,
-    is_inner: bool = False,
-    one_per_route: Routes | None = None,
-) -> Dispatched:
-    """Posts distinct rows and the routes that read them.
-
-    Args:
-        places: rank and slot of every expert.
-        num_slots: number of this rank's slots.
-        is_inner: the exchange is part of another one.
-        one_per_route: the original routes if each has its own row; their answers are summed.
-
-    Raises:
-        ValueError: a route is out of range.
-    """
-    plan = outbox.plan(routes, x_UD.shape[0], rank_E=places.rank_E, slot_E=places.slot_E)
-    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], routes.weight_N.dtype, is_inner)
-    posted: Tensor = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
-    return _Exchange(run, posted, num_slots, one_per_route)
-
-
 class SymmetricDispatcher(ExpertParallelDispatcher):
     """Writes every row once for all ranks of the node; equal to `dedup` bit for bit."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        if setup.outbox is None:
-            raise ValueError("the symmetric dispatcher needs an outbox of its group (open_outbox)")
+        assert setup.outbox is not None, "symmetric needs an outbox of its group (open_outbox)"
         self.outbox = setup.outbox
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
@@ -298,12 +265,9 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
             x_UD = gather_rows(x_UD, None, routes.source_N, per_row=routes.per_source)
             own_N = torch.arange(len(x_UD), device=x_UD.device)
             routes = replace(routes, source_N=own_N, target_N=own_N, num_targets=len(x_UD))
-        return start_exchange(
-            self.outbox,
-            self.setup.counters,
-            x_UD,
-            routes,
-            places=places(expert_map, x_UD.device),
-            num_slots=expert_map.slots_P[self.communicator.rank],
-            one_per_route=one_per_route,
-        )
+        on_ranks, outbox = places(expert_map, x_UD.device), self.outbox
+        plan = outbox.plan(routes, len(x_UD), rank_E=on_ranks.rank_E, slot_E=on_ranks.slot_E)
+        run = _Pass(outbox, plan, self.setup.counters, x_UD.detach()[:0], routes.weight_N.dtype)
+        posted: Tensor = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
+        num_slots = expert_map.slots_P[self.communicator.rank]
+        return _Exchange(run, posted, num_slots, one_per_route)

@@ -62,15 +62,8 @@ def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int 
 def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> ExpertMap:
     """Fills every slot: replicates experts by load, then packs the copies, heaviest first.
 
-    Raises:
-        ValueError: fewer slots than experts, a rank with more slots than experts, or slots so uneven
-            that two copies of an expert would share a rank.
+    There are at least as many nearly equal slots as experts, and no rank has more slots than experts.
     """
-    if sum(slots_P) < len(load_E) or max(slots_P) > len(load_E):
-        raise ValueError(
-            f"{list(slots_P)} slots for {len(load_E)} experts: there must be at least as many slots as experts "
-            "in all, and at most as many per rank"
-        )
     copies_E = num_copies(load_E, sum(slots_P), len(slots_P))
     weight_E = [load / count for load, count in zip(load_E, copies_E, strict=True)]
     items = [expert for expert, count in enumerate(copies_E) for _ in range(count)]
@@ -112,10 +105,6 @@ def _free_rank(
         if expert not in held
         for other in sorted(held - held_P[taker])
     ]
-    if not exchanges:
-        raise ValueError(
-            f"no rank can take a copy of expert {expert}: {list(slots_P)} slots are too uneven"
-        )
     _, giver, taker, other = min(exchanges)
     held_P[giver].remove(other)
     held_P[taker].add(other)

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ...plugins import own_digests
-from ..layout import Layout, spell_ranks
+from ..layout import Layout, named_ranks
 from ..local_shard import local_shard_of
 
 _GRACE_S = 5.0  # extra wait for rank 0's result
@@ -59,14 +60,8 @@ def agree(
     if world_size == 1:
         return
     turn = store.add(f"agreement/{what}/turn/{rank}", 1)  # `what` may be compared again
-    comparison = _Comparison(
-        store,
-        f"agreement/{what}/{turn}",
-        what,
-        rank=rank,
-        world_size=world_size,
-        timeout_s=timeout_s,
-    )
+    prefix = f"agreement/{what}/{turn}"
+    comparison = _Comparison(store, prefix, what, rank, world_size, timeout_s)
     result = comparison.settle(
         "digest",
         _digest(json.dumps(dict(facts), sort_keys=True).encode()),
@@ -121,47 +116,42 @@ def version_facts() -> dict[str, str]:
     return {"torch version": torch.__version__, "moebius version": __version__}
 
 
+@dataclass(frozen=True)
 class _Comparison:
     """One comparison between all ranks, through its own keys in the store."""
 
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        what: str,
-        *,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
-        self._store, self._prefix, self._what = store, prefix, what
-        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+    store: Store
+    prefix: str
+    what: str
+    rank: int
+    world_size: int
+    timeout_s: float
 
     def settle(self, kind: str, own: str, compare: Callable[[list[str]], str]) -> str:
         """Posts this rank's text; returns rank 0's result of comparing all texts."""
-        self._store.set(f"{self._prefix}/{kind}/{self._rank}", own)
-        if self._rank:
+        self.store.set(f"{self.prefix}/{kind}/{self.rank}", own)
+        if self.rank:
             return self.await_result(kind)
-        keys = [f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)]
-        if _wait_for(self._store, keys, self._timeout_s):
-            found = compare([text.decode() for text in self._store.multi_get(keys)])
+        keys = [f"{self.prefix}/{kind}/{rank}" for rank in range(self.world_size)]
+        if _wait_for(self.store, keys, self.timeout_s):
+            found = compare([text.decode() for text in self.store.multi_get(keys)])
         else:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             found = self._absence(missing)
-        self._store.set(f"{self._prefix}/{kind}", found)
+        self.store.set(f"{self.prefix}/{kind}", found)
         return found
 
     def await_result(self, kind: str) -> str:
         """Waits for rank 0's result and returns it."""
-        key = f"{self._prefix}/{kind}"
+        key = f"{self.prefix}/{kind}"
         for _ in range(2):  # rank 0 may come late and then waits as long as this rank did
-            if _wait_for(self._store, [key], self._timeout_s + _GRACE_S):
-                return self._store.get(key).decode()
-            if not self._store.check([f"{self._prefix}/digest/0"]):
+            if _wait_for(self.store, [key], self.timeout_s + _GRACE_S):
+                return self.store.get(key).decode()
+            if not self.store.check([f"{self.prefix}/digest/0"]):
                 return self._absence([0])
         return (
-            f"rank 0 came, but did not report within {2 * self._timeout_s:g} s whether the ranks agree on the "
-            f"{self._what}"
+            f"rank 0 came, but did not report within {2 * self.timeout_s:g} s whether the ranks agree on the "
+            f"{self.what}"
         )
 
     def leave(self) -> None:
@@ -169,18 +159,18 @@ class _Comparison:
 
         The others would otherwise get a network error instead of rank 0's result.
         """
-        if self._rank:
+        if self.rank:
             with contextlib.suppress(dist.DistError):  # rank 0 waits no longer than _LEAVE_S
-                self._store.set(f"{self._prefix}/heard/{self._rank}", "")
+                self.store.set(f"{self.prefix}/heard/{self.rank}", "")
             return
-        others = range(1, self._world_size)
-        came = [rank for rank in others if self._store.check([f"{self._prefix}/digest/{rank}"])]
-        _wait_for(self._store, [f"{self._prefix}/heard/{rank}" for rank in came], _LEAVE_S)
+        others = range(1, self.world_size)
+        came = [rank for rank in others if self.store.check([f"{self.prefix}/digest/{rank}"])]
+        _wait_for(self.store, [f"{self.prefix}/heard/{rank}" for rank in came], _LEAVE_S)
 
     def _absence(self, missing: list[int]) -> str:
         return (
-            f"{_spell(missing)} of {self._world_size} did not come within {self._timeout_s:g} s to compare the "
-            f"{self._what}: see {'its' if len(missing) == 1 else 'their'} logs first (train.timeout_s is how "
+            f"{named_ranks(missing)} of {self.world_size} did not come within {self.timeout_s:g} s to compare the "
+            f"{self.what}: see {'its' if len(missing) == 1 else 'their'} logs first (train.timeout_s is how "
             "long the others wait)"
         )
 
@@ -195,7 +185,8 @@ def spell_difference(what: str, facts: list[dict[str, str]]) -> str:
         for rank, own in enumerate(facts):
             ranks.setdefault(_short(own.get(key, "absent")), []).append(rank)
         lines.append(
-            f"  {key}: " + "; ".join(f"{value} on {_spell(who)}" for value, who in ranks.items())
+            f"  {key}: "
+            + "; ".join(f"{value} on {named_ranks(who)}" for value, who in ranks.items())
         )
     if len(unlike) > _MOST_KEYS:
         lines.append(f"  and {len(unlike) - _MOST_KEYS} more")
@@ -220,10 +211,6 @@ def _leaves(
             yield from _leaves(value, (*path, key))
         else:
             yield (*path, key), value
-
-
-def _spell(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spell_ranks(ranks)}"
 
 
 def _short(text: str) -> str:

@@ -31,7 +31,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ..layout import spell_ranks
+from ..layout import named_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -255,13 +255,13 @@ def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankRepor
             for rank in blocked.behind[:4]
         )
         parts.append(
-            f"{_ranks(blocked.behind)} did not come "
+            f"{named_ranks(blocked.behind)} did not come "
             f"({where}{'; …' if len(blocked.behind) > 4 else ''})"
         )
     parts += [f"rank {rank} had ended with {reports[rank].ended}" for rank in blocked.ended[:4]]
     if blocked.silent:
         parts.append(
-            f"{_ranks(blocked.silent)} gave no answer (the process has died or is stopped, or its node is gone; "
+            f"{named_ranks(blocked.silent)} gave no answer (the process has died or is stopped, or its node is gone; "
             "Gloo also ends a process that is sent more than it expects, and the end of its log says so)"
         )
     for rank in blocked.unlike[:4]:
@@ -429,10 +429,6 @@ def _latest(calls: Sequence[CollectiveCall]) -> str:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spell_ranks(ranks)}"
 
 
 def _spell_sizes(call: CollectiveCall) -> str:

@@ -243,8 +243,6 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
         wanted = "cuda" if enough else "cpu"
     if wanted == "cpu":
         return torch.device("cpu")
-    if wanted != "cuda":
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {wanted!r}")
     if not enough:
         raise DeviceError(
             f"device 'cuda' was requested, but rank {place.rank} sees {num_gpus} GPUs and its node has "

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from ...kernels.cpu.build import CppLibrary, LoadedLibrary
 from ...model.routing import Routes
-from ..dispatch.exchange import gathered
 from ..layout import spell_ranks
 from ..process.diagnosis import CollectiveError
+from ..process.json_messages import all_gather_json
 
 _AGAIN, _DIED, _LEFT, _MISMATCH, _TOO_MANY, _NO_MEMORY, _OUT_OF_RANGE = range(1, 8)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart
 _SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 LIBRARY = CppLibrary(
     name="moebius_exchange",
@@ -62,7 +63,7 @@ class OutboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoutePlan:
     """The destinations of one pass's routes, in exchange.cpp's layout."""
 
     table: Tensor  # int64; layout of exchange.cpp's `Plan`
@@ -105,7 +106,9 @@ class Outbox:
         """Returns the bytes of shared memory that this rank's messages take."""
         return self._call("bytes")
 
-    def plan(self, routes: Routes, num_sources: int, *, rank_E: Tensor, slot_E: Tensor) -> Plan:
+    def plan(
+        self, routes: Routes, num_sources: int, *, rank_E: Tensor, slot_E: Tensor
+    ) -> RoutePlan:
         """Plans a pass.
 
         Args:
@@ -120,7 +123,7 @@ class Outbox:
         sizes = num_sources, routes.num_targets, source_N.shape[0]
         same = routes.target_N is routes.source_N and routes.num_targets == num_sources
         words = self._call("plan_words", *sizes, same)
-        plan = Plan(torch.empty(words, dtype=torch.int64), *sizes)
+        plan = RoutePlan(torch.empty(words, dtype=torch.int64), *sizes)
         self._checked(
             "plan",
             *(plan.table, *sizes, rank_E.shape[0], same),
@@ -128,17 +131,17 @@ class Outbox:
         )
         return plan
 
-    def sent(self, plan: Plan) -> list[list[int]]:
+    def sent(self, plan: RoutePlan) -> list[list[int]]:
         """Returns the numbers of rows, routes and targets of a pass per destination rank, (3, P)."""
         counts_3P = torch.empty((3, self.num_ranks), dtype=torch.int64)
         self._call("sent", plan.table, counts_3P)
         return counts_3P.tolist()
 
-    def post_rows(self, plan: Plan, x_UD: Tensor, weight_N: Tensor) -> int:
+    def post_rows(self, plan: RoutePlan, x_UD: Tensor, weight_N: Tensor) -> int:
         """Posts rows and their routes; returns the message's number."""
         return self._post_out(plan, x_UD, weight_N, weight_N.element_size())
 
-    def post_gradients(self, plan: Plan, grad_TD: Tensor) -> int:
+    def post_gradients(self, plan: RoutePlan, grad_TD: Tensor) -> int:
         """Posts the gradients of answers; returns the message's number."""
         return self._post_out(plan, grad_TD, None, 0)
 
@@ -178,17 +181,21 @@ class Outbox:
         came, routes, _ = starts_3P1.unbind(0)
         return self._post_back(rows, came, weight_N, routes, weight_N.element_size())
 
-    def sum_answers(self, plan: Plan, number: int, like: Tensor) -> Tensor:
+    def sum_answers(self, plan: RoutePlan, number: int, like: Tensor) -> Tensor:
         """Waits for the answers and sums them in rank order, (T, D)."""
         sums = like.new_empty(plan.num_targets, like.shape[1])
         return self._sum_back(plan, number, sums, None, 0)
 
-    def sum_gradients(self, plan: Plan, number: int, like: Tensor, grad_weight_N: Tensor) -> Tensor:
+    def sum_gradients(
+        self, plan: RoutePlan, number: int, like: Tensor, grad_weight_N: Tensor
+    ) -> Tensor:
         """Waits for the rows' gradients and sums them, (U, D); fills `grad_weight_N`."""
         sums = like.new_empty(plan.num_sources, like.shape[1])
         return self._sum_back(plan, number, sums, grad_weight_N, grad_weight_N.element_size())
 
-    def _post_out(self, plan: Plan, rows: Tensor, weights: Tensor | None, weight_bytes: int) -> int:
+    def _post_out(
+        self, plan: RoutePlan, rows: Tensor, weights: Tensor | None, weight_bytes: int
+    ) -> int:
         number = c_uint32()
         given = plan.table, rows, _row_bytes(rows), weights, weight_bytes
         self._checked("post_out", *given, byref(number))
@@ -208,7 +215,7 @@ class Outbox:
         return number.value
 
     def _sum_back(
-        self, plan: Plan, number: int, sums: Tensor, weights: Tensor | None, weight_bytes: int
+        self, plan: RoutePlan, number: int, sums: Tensor, weights: Tensor | None, weight_bytes: int
     ) -> Tensor:
         self._wait(number)
         given = number, _row_bytes(sums), weight_bytes, _SUMMED[sums.dtype]
@@ -261,16 +268,15 @@ def open_outbox(group: dist.ProcessGroup, *, timeout_s: float) -> Outbox | str:
         handle = load_library().call("exchange_create", nonce, group.rank(), group.size())
         if not handle:
             reason = "the system provides no anonymous memory (memfd_create)"
-    mine = [int(reason is None), os.getpid(), nonce, _machine(), os.getuid()]
-    if handle:
-        mine.append(load_library().call("exchange_file", handle))
-    others = gathered(torch.tensor([*mine, *[0] * (6 - len(mine))]), group).tolist()
+    file = load_library().call("exchange_file", handle) if handle else 0
+    mine = reason is None, os.getpid(), nonce, _BOOT_ID.read_text(), os.getuid(), file
+    others = all_gather_json(mine, group)
     if reason is None:
         reason = _connect(handle, group.rank(), others)
     return _agreed(group, reason, handle, timeout_s)
 
 
-def _connect(handle: int, rank: int, others: Sequence[Sequence[int]]) -> str | None:
+def _connect(handle: int, rank: int, others: Sequence[Sequence[Any]]) -> str | None:
     """Maps the other ranks' memory; returns why it cannot, or None."""
     for who, (is_ready, pid, nonce, machine, user, file) in enumerate(others):
         if not is_ready:
@@ -294,24 +300,13 @@ def _agreed(
     group: dist.ProcessGroup, reason: str | None, handle: int, timeout_s: float
 ) -> Outbox | str:
     """Returns an outbox on all ranks, or the same reason on all ranks. Collective."""
-    words = torch.zeros(256, dtype=torch.uint8)
-    if reason is not None:
-        encoded = reason.encode()[:256]
-        words[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    ranks = dist.get_process_group_ranks(group)
-    said = [bytes(row).rstrip(b"\0").decode() for row in gathered(words, group).tolist()]
+    ranks, said = dist.get_process_group_ranks(group), all_gather_json(reason, group)
     refusals = [f"rank {rank}: {word}" for rank, word in zip(ranks, said, strict=True) if word]
     if not refusals:
         return Outbox(handle, ranks, group.rank(), timeout_s)
     if handle:
         load_library().call("exchange_close", handle)
     return refusals[0]
-
-
-def _machine() -> int:
-    """Returns a number unique to this machine: its kernel's boot id."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return int(boot.replace("-", "")[:15], 16)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -17,15 +17,9 @@ from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_step
 from made_folder import MadeFolder, documents
 from small_model import TINY
 
-from moebius.cluster.job import (
-    GENERATION,
-    JOURNAL,
-    Launch,
-    SupervisorNumber,
-    begin_submission,
-    write_atomically,
-)
+from moebius.cluster.job import GENERATION, JOURNAL, Launch, SupervisorNumber, begin_submission
 from moebius.cluster.nodes import processes
+from moebius.data_pipeline.files import write_atomically
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig

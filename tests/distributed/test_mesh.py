@@ -8,7 +8,7 @@ import torch.distributed as dist
 from meshes import meshed
 from pairwise import slow_but
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from world import RankFailed, run_ranks
+from world import run_ranks
 
 from moebius.distributed.layout import (
     AXES,
@@ -22,15 +22,9 @@ from moebius.distributed.layout import (
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import Process, start_process, stop_process
 
-SIZES = [
-    (1, 1, None),
-    (2, 1, None),
-    (2, 2, None),
-    (4, 2, None),
-    (4, 4, None),
-    (4, 2, 4),
-    (4, 1, 2),
-]  # world, ep, dp_shard
+# world, ep, dp_shard, and groups: tokens, weights and sums have their own communicators, and one group of
+# itself serves all axes of size 1
+SIZES = [(1, 1, None, 1), (4, 1, None, 2), (4, 2, None, 5), (4, 4, None, 4), (4, 2, 4, 6)]
 
 
 def sum_of_ranks(group, rank):
@@ -67,12 +61,12 @@ def describe(ep, dp_shard):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ep", "dp_shard"),
-    slow_but(SIZES, (1, 1, None), (2, 2, None), (4, 2, 4), names=3),
+    ("world_size", "ep", "dp_shard", "num_groups"),
+    slow_but(SIZES, (1, 1, None, 1), (4, 2, None, 5), names=4),
 )
-def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard):
+def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard, num_groups):
     layout = plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), world_size)
-    for rank, (sums, members, description, total, _) in enumerate(
+    for rank, (sums, members, description, total, groups) in enumerate(
         run_ranks(describe, world_size, ep, dp_shard)
     ):
         for axis in AXES:
@@ -80,21 +74,12 @@ def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard):
             assert members[axis] == own
             assert sums[axis] == sum(2**other for other in own)
         assert total == 2**world_size - 1
+        assert groups == num_groups
         if ep > 1:
             assert description == f"ep of ranks {members['ep'][0]}-{members['ep'][-1]}"
 
 
-def test_axes_share_groups_where_they_may():
-    """Tokens, weights and sums have their own communicators; one group of itself serves all axes of
-    size 1.
-    """
-    assert {rank[-1] for rank in run_ranks(describe, 1, 1, None)} == {1}  # the world
-    assert {rank[-1] for rank in run_ranks(describe, 4, 1, None)} == {2}  # the world, itself
-    # the world, dp_replicate = expert_replicas, dp_shard, ep, itself
-    assert {rank[-1] for rank in run_ranks(describe, 4, 2, None)} == {5}
-
-
-def group_times_out(axis):
+def group_times_out():
     process = start_process(
         "cpu", timeout_s=3
     )  # in which the groups must be made, on a busy machine too
@@ -103,32 +88,16 @@ def group_times_out(axis):
         time.sleep(4)
         return "elsewhere"
     try:
-        group = mesh.world_group if axis == "world" else mesh.groups[axis]
-        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
     except RuntimeError as error:
         return str(error)
     return "came together"
 
 
-@pytest.mark.parametrize(("axis", "waiting"), [("ep", [2]), ("world", [0, 1, 2])])
-def test_groups_have_the_timeout_of_the_process(axis, waiting):
-    answers = run_ranks(group_times_out, 4, axis, timeout_s=40)
-    assert [rank for rank in range(3) if answers[rank] != "came together"] == waiting
-    # One of them at least: the others may see it close the connection first.
-    assert any("Timed out waiting 3000ms" in answers[rank] for rank in waiting)
-
-
-def wrong_world():
-    with start_process("cpu", timeout_s=20) as process:
-        build_mesh(Layout(dp_replicate=2, ep=2), process)
-
-
-def test_a_layout_of_another_size_is_refused():
-    with pytest.raises(
-        RankFailed,
-        match=r"dp_replicate 2 × efsdp 1 × ep 2\) does not fit the world of 2 ranks",
-    ):
-        run_ranks(wrong_world, 2)
+def test_groups_have_the_timeout_of_the_process():
+    answers = run_ranks(group_times_out, 4, timeout_s=40)
+    assert answers[:2] == ["came together"] * 2
+    assert "Timed out waiting 3000ms" in answers[2]
 
 
 def simulated(rank, world_size):

@@ -1,6 +1,5 @@
 """In a whole model, shared experts overlap with the exchange."""
 
-import pytest
 import small_model
 import torch
 from meshes import meshed, model_on
@@ -48,9 +47,3 @@ def test_shared_experts_work_while_rows_travel() -> None:
         assert len(places) == DEPTH
         for place in places:
             assert log[place - 1 : place + 2] == ["launch", "shared", "land"]
-
-
-def test_sharded_weights_are_kept_in_float32() -> None:
-    refused = pytest.raises(ValueError, match=r"float32, not torch.bfloat16: use mesh.sharding=")
-    with meshed() as (_, mesh), refused:
-        model_on(mesh, MODEL, sharding="fsdp", stored=torch.bfloat16)

@@ -7,7 +7,6 @@ A sink's first failure is logged with advice. It is then reopened after 5 s, 10 
 minutes; once it works again, the log says how many lines it missed.
 """
 
-import errno
 import io
 import json
 import logging
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from ...data_pipeline.files import append_line
 from ..record.redaction import redact, redact_values
 
 logger = logging.getLogger(__name__)
@@ -267,10 +267,9 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = self._open()
-        self._is_torn = False  # the last line is incomplete
 
     def write_one(self, record: Record) -> None:
-        """Writes a line, after ending an incomplete one.
+        """Writes a line.
 
         Raises:
             OSError: the line could not be written completely.
@@ -278,21 +277,14 @@ class _JsonLines:
         if not self._is_in_place():  # deleted or replaced
             self._file.close()
             self._file = self._open()
-            self._is_torn = self._file.tell() > 0
         values = {"kind": record.kind, "step": record.step, "time": round(record.time_s, 3)}
-        line = json.dumps(finite(values | dict(record.values))).encode()
-        line = b"\n" * self._is_torn + line + b"\n"
-        written = self._file.write(line)
-        self._is_torn = written < len(line)
-        if self._is_torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        append_line(self._file, json.dumps(finite(values | dict(record.values))))
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> io.FileIO:
-        # Unbuffered: a line that a full disk refused must not appear later, inside another line.
-        return self._path.open("ab", buffering=0)
+        return self._path.open("ab+", buffering=0)
 
     def _is_in_place(self) -> bool:
         """Returns whether readers of the path see what is written."""

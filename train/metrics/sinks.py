@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...data_pipeline.files import write_atomically
 from ..config.errors import ConfigError
 from ..config.run_config import Config
 from ..record.redaction import redact, redact_values
@@ -228,9 +229,8 @@ class SentLines:
 
     def _save(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        partial_file = self._path.with_suffix(".tmp")
-        partial_file.write_text(json.dumps({"run": self.run, "sent": self._last_steps}) + "\n")
-        partial_file.replace(self._path)
+        text = json.dumps({"run": self.run, "sent": self._last_steps}) + "\n"
+        write_atomically(self._path, text, durable=False)
 
 
 # Opening sinks ----------------------------------------------------------------------------------

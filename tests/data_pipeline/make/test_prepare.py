@@ -23,8 +23,8 @@ from meddling import (
 from small_corpus import count_of, dropped, sentences, write_jsonl
 from token_stream import documents_of, tokens_of
 
-from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.errors import InputError, PrepareError
+from moebius.data_pipeline.files import TEMPORARY
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import look_ahead, prepare
 from moebius.data_pipeline.make.units import PrepareProgress

@@ -1,6 +1,5 @@
 """Failing saves, stale generations and damage do no harm; what was saved comes back bit for bit."""
 
-import errno
 import json
 import os
 import pickle
@@ -24,14 +23,12 @@ from world import RankFailed, run_ranks
 from moebius.distributed.checkpoint import checkpointer as checkpoint
 from moebius.distributed.checkpoint import format as checkpoint_files
 from moebius.distributed.checkpoint import loading as checkpoint_loading
-from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
     CheckpointMeta,
     CorruptCheckpointError,
-    FileSum,
     StaleGenerationError,
     digest_of_sums,
     latest,
@@ -41,7 +38,7 @@ from moebius.distributed.checkpoint.format import (
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.recovery import newest_whole
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
-from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
+from moebius.distributed.local_shard import block_shard
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.process.process import Process, start_process
 
@@ -78,12 +75,12 @@ def local_part(state, mesh):
     }
 
 
-def held(mesh, num_experts=8):
+def held(mesh):
     """A rank's shards of the tensors with experts."""
-    experts = num_experts // mesh.layout.ep
+    experts = 8 // mesh.layout.ep
     return {
         name: block_shard(
-            (num_experts, 3, 2),
+            (8, 3, 2),
             0,
             mesh.coordinates.ep * experts,
             experts,
@@ -134,7 +131,7 @@ def save_steps(directory, ep, steps, options=None):
         return rank.checkpointer.poll()
 
 
-def error_of_load(path, ep, change=None, num_experts=8):
+def error_of_load(path, ep, change=None):
     """The error on this rank, and whether what was there before is untouched."""
     with rank_in(path.parent.parent / "other", ep) as rank:
         part = blank(local_part(whole_state(), rank.mesh))
@@ -142,7 +139,7 @@ def error_of_load(path, ep, change=None, num_experts=8):
             change(part)
         before = {name: tensor.clone() for name, tensor in part.items()}
         try:
-            load(path, part, held(rank.mesh, num_experts), mesh=rank.mesh)
+            load(path, part, held(rank.mesh), mesh=rank.mesh)
         except CheckpointError as error:
             assert equal(part, before)
             return type(error).__name__, str(error)
@@ -196,16 +193,6 @@ def test_without_processes_everything_is_whole(saved):
     part = blank(whole_state())
     assert load(saved, part) == META
     assert equal(part, whole_state(50))
-
-
-def test_parameters_that_need_gradients_are_filled(saved):
-    part = {
-        name: torch.nn.Parameter(tensor)
-        for name, tensor in blank(whole_state()).items()
-        if tensor.is_floating_point()
-    }
-    load(saved, part, allow_unexpected=True)
-    assert equal(part, {name: whole_state(50)[name] for name in part})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -445,6 +432,8 @@ def run_out_of_disk(directory):
         if rank.process.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, unlimited[1]))
         rank.save(60, seed=60)
+        rank.checkpointer._join()
+        assert rank.checkpointer.must_stop
         with pytest.raises(CheckpointError) as caught:
             rank.save(70, seed=70)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -513,31 +502,18 @@ def test_a_stale_generation_cleans_nothing_up(tmp_path):
     assert aside.is_dir()
 
 
-def test_without_a_supervisor_there_is_no_fence(tmp_path):
-    run_ranks(
-        save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"}
-    )
-    assert open_verified(tmp_path / "checkpoints" / "step_00000001").meta.step == 1
-
-
 def wrong_call(directory, which):
     with rank_in(directory, 2) as rank:
-        part, parts, meta = local_part(whole_state(), rank.mesh), held(rank.mesh), dict(META)
-        odd_one = rank.process.rank == 1
-        if which == "meta" and odd_one:
-            meta["weights"] = torch.zeros(1)
-        elif which == "shape" and odd_one:
-            part["embed.weight"] = torch.zeros(11, 5)
-        elif which == "name" and odd_one:
-            del part["embed.weight"]
-        elif which == "unknown":
-            parts["experts.w_down"] = whole_shard((3,))
-        elif which == "outside" and odd_one:
-            parts["embed.weight"] = block_shard(
-                (22, 4), 0, 11, 12, ranks_per_copy=2, has_experts=False
-            )
+        part, meta = local_part(whole_state(), rank.mesh), dict(META)
+        if rank.process.rank == 1:
+            if which == "meta":
+                meta["weights"] = torch.zeros(1)
+            elif which == "shape":
+                part["embed.weight"] = torch.zeros(11, 5)
+            else:
+                del part["embed.weight"]
         with pytest.raises(CheckpointError) as caught:
-            rank.checkpointer.save(1, part, parts, meta)
+            rank.checkpointer.save(1, part, held(rank.mesh), meta)
         rank.save(2)
         rank.checkpointer.wait()
         return str(caught.value)
@@ -546,18 +522,13 @@ def wrong_call(directory, which):
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        ("meta", "meta must be JSON: Object of type Tensor is not JSON serializable"),
+        ("meta", "Object of type Tensor is not JSON serializable"),
         (
             "shape",
-            "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and ((11, 5), 'float32', "
-            "1, False) on rank 1",
+            "'embed.weight' is [[11, 4], 'float32', 1, False] on rank 0 and [[11, 5], 'float32', "
+            "1, False] on rank 1",
         ),
-        ("name", "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and absent on rank 1"),
-        ("unknown", "there are shards of ['experts.w_down'], but no such tensors"),
-        (
-            "outside",
-            "embed.weight has shape [11, 4] here, which has no block of (12, 4) at (0, 0)",
-        ),
+        ("name", "'embed.weight' is [[11, 4], 'float32', 1, False] on rank 0 and absent on rank 1"),
     ],
 )
 def test_wrong_calls_are_told_on_all_ranks_before_anything_is_written(tmp_path, which, words):
@@ -569,13 +540,9 @@ def test_wrong_calls_are_told_on_all_ranks_before_anything_is_written(tmp_path, 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RankFailed,
-        match=r"cannot write checkpoints into .*/file/checkpoints: Not a directory; choose",
-    ):
+    told = r"cannot write checkpoints into .*/file/checkpoints: Not a directory; choose"
+    with pytest.raises(RankFailed, match=told):
         run_ranks(save_steps, 2, tmp_path / "file" / "checkpoints", 1, [])
-    with pytest.raises(RankFailed, match="keep_last must be at least 1, got 0"):
-        run_ranks(save_steps, 1, tmp_path, 1, [], {"keep_last": 0})
 
 
 # What is wrong with what was saved ---------------------------------------------------------------------------------
@@ -641,8 +608,6 @@ NO_BLOCKS = r"experts.w_up has shape \[8, 3, 2\], and parts that are not blocks"
             ("index.json", first_chunk(changes), NO_BLOCKS)
             for changes in (
                 {"offsets": [0]},
-                {"sizes": [4, 3]},
-                {"offsets": [-4, 0, 0]},
                 {"sizes": [4, 3, -2]},
             )
         ),
@@ -670,10 +635,6 @@ def test_an_index_that_does_not_fit_is_refused(saved, name, change, told):
         open_verified(saved)
 
 
-def fewer_experts(part):
-    part["experts.w_up"] = part["experts.w_up"][:-1]
-
-
 def other_names(part):
     part["head.weight"] = part.pop("embed.weight")
     part["rng"] = torch.zeros(16, dtype=torch.int64)
@@ -682,16 +643,8 @@ def other_names(part):
 
 
 def test_what_does_not_fit_is_listed_on_all_ranks_before_anything_is_overwritten(saved):
-    for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts):
+    for kind, message in run_ranks(error_of_load, 2, saved, 2, other_names):
         assert kind == "CheckpointError"
-        assert (
-            "experts.w_up has shape [3, 3, 2] here, which has no block of (4, 3, 2) at (0, 0, 0)"
-            in message
-        )
-    for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts, 6):
-        assert kind == "CheckpointError"
-        assert "experts.w_up: shape [8, 3, 2] in the checkpoint, [6, 3, 2] here" in message
-    for _, message in run_ranks(error_of_load, 2, saved, 2, other_names):
         assert "missing in the checkpoint: head.weight" in message
         assert "in the checkpoint but not requested: embed.weight" in message
         assert "rng: uint8 in the checkpoint, int64 here" in message
@@ -704,41 +657,6 @@ def test_a_part_can_be_asked_for(saved):
         load(saved, part)
     load(saved, part, allow_unexpected=True)
     assert torch.equal(part["embed.weight"], whole_state(50)["embed.weight"])
-
-
-def test_an_old_one_that_cannot_be_deleted_keeps_no_other_from_it(tmp_path, monkeypatch, caplog):
-    for step in (10, 20, 30):
-        (tmp_path / checkpoint_files.step_name(step)).mkdir()
-    rename = Path.rename
-
-    def busy(path, target):
-        if path.name == "step_00000010":
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", busy)
-    CheckpointFolder(tmp_path, 1, 0, None).delete_old(30)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000030"]
-    assert "step_00000010 could not be deleted: [Errno 16] Device or resource busy" in caplog.text
-
-
-def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
-    def broken(*given):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(checkpoint_files, "_blake2b_of", broken)
-    with pytest.raises(CorruptCheckpointError, match=r"distcp cannot be read: Input/output error"):
-        open_verified(saved)
-    monkeypatch.setattr(Path, "stat", broken)
-    found = checkpoint_files._misfit(saved / "index.json", FileSum(num_bytes=1, blake2b=""))
-    assert found == "cannot be read: Input/output error"
-
-
-def test_a_folder_that_is_gone_does_not_hide_why_a_save_failed(tmp_path):
-    gone = tmp_path / "gone"
-    assert CheckpointFolder(gone, 1, 0, None).what_remains() == (
-        f"{gone} cannot be read any more: No such file or directory"
-    )
 
 
 def in_place_of_a_tensor(path, index):
@@ -767,25 +685,6 @@ def test_a_tensor_that_is_not_the_promised_one_is_refused(saved, forge, dtype, t
         load(saved, {"embed.weight": torch.zeros(11, 4, dtype=dtype)}, allow_unexpected=True)
 
 
-def test_a_directory_in_the_place_of_a_file_is_told(saved):
-    (saved / "__1_0.distcp").unlink()
-    (saved / "__1_0.distcp").mkdir()
-    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is not a file"):
-        open_verified(saved)
-
-
-def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
-    """Before anything tries to make a tensor of it."""
-    stored = checkpoint_files.open_checkpoint(saved)
-    [chunk] = stored.index.tensors["embed.weight"].chunks
-    os.truncate(saved / chunk.file, chunk.start + chunk.length - 7)
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was decoded"))
-    with pytest.raises(
-        CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"
-    ):
-        checkpoint_loading.read_tensor(stored, "embed.weight")
-
-
 def test_bytes_that_are_no_tensor_are_told(saved):
     """Flipped bits, truncation and noise can raise nearly any error."""
     stored = checkpoint_files.open_checkpoint(saved)
@@ -805,33 +704,11 @@ def test_bytes_that_are_no_tensor_are_told(saved):
     assert refused > 100
 
 
-@pytest.mark.parametrize(
-    "lack", [lambda *_, **__: torch.empty(2**45), lambda *_, **__: bytearray(2**62)]
-)
-def test_lack_of_memory_is_not_called_damage(saved, monkeypatch, lack):
+def test_lack_of_memory_is_not_called_damage(saved, monkeypatch):
     stored = checkpoint_files.open_checkpoint(saved)
-    monkeypatch.setattr(torch, "load", lack)
-    with pytest.raises((MemoryError, RuntimeError)) as told:
+    monkeypatch.setattr(torch, "load", lambda *_, **__: torch.empty(2**45))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
         checkpoint_loading.read_tensor(stored, "embed.weight")
-    assert isinstance(told.value, MemoryError) or "can't allocate memory" in str(told.value)
-
-
-def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
-    """Experts that were moved lie one by one."""
-    read, read_chunk = [], checkpoint_loading._read_chunk
-    monkeypatch.setattr(
-        checkpoint_loading, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args)
-    )
-    slices = tuple(Slice((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
-    part = {"experts.w_up": torch.zeros(8, 3, 2)}
-    load(
-        saved,
-        part,
-        {"experts.w_up": LocalShard((8, 3, 2), slices, 1, has_experts=True)},
-        allow_unexpected=True,
-    )
-    assert torch.equal(part["experts.w_up"], whole_state(50)["experts.w_up"].flip(0))
-    assert len(read) == 2
 
 
 def test_numbers_that_json_has_not_come_back():

@@ -105,18 +105,14 @@ def test_the_one_before_is_taken_by_all_ranks(saved, how, name):
         "step_00000020",
         aside,
     ]
-    assert recover_alone(saved)[:3] == ("step_00000020", 20, [])
-
-
-def recover_alone(directory):
-    return run_ranks(recover, 1, directory)[0]
+    assert run_ranks(recover, 1, saved)[0][:3] == ("step_00000020", 20, [])
 
 
 @pytest.mark.fault("F16")
 def test_several_damaged_ones_are_passed_over(saved):
     for step in ("step_00000020", NEWEST):
         flip(saved / step / "index.json")
-    name, _, damaged, aside = recover_alone(saved)
+    name, _, damaged, aside = run_ranks(recover, 1, saved)[0]
     assert name == "step_00000010"
     assert [each.step for each in damaged] == [30, 20]
     assert len(aside) == 2
@@ -139,7 +135,7 @@ def test_with_none_left_nothing_is_moved_and_the_error_lists_all(saved):
 def test_a_run_whose_checkpoints_were_all_set_aside_does_not_start_anew(saved):
     for checkpoint in list_checkpoints(saved):
         checkpoint.path.rename(f"{checkpoint.path}.damaged-20260101-000000")
-    assert "step_00000030.damaged-20260101-000000 was set aside" in recover_alone(saved)
+    assert "step_00000030.damaged-20260101-000000 was set aside" in run_ranks(recover, 1, saved)[0]
 
 
 def test_what_is_read_wrongly_once_is_not_called_damage(saved):
@@ -187,12 +183,6 @@ def test_a_stale_generation_sets_nothing_aside(saved):
     assert (saved / NEWEST).is_dir()
 
 
-def test_one_that_cannot_be_renamed_keeps_its_name(saved, caplog):
-    gone = DamagedCheckpoint(40, saved / "step_00000040", "why")
-    assert CheckpointFolder(saved, 3, 1, None).set_aside([gone]) == [gone]
-    assert "could not be set aside: No such file" in caplog.text
-
-
 # Reading back -----------------------------------------------------------------------------------
 
 
@@ -230,7 +220,7 @@ def test_what_does_not_read_back_is_never_committed(saved):
 # A store that cannot be written ------------------------------------------------------------------
 
 
-def save_on_a_full_disk(directory, on_failure, mended):
+def save_on_a_full_disk(directory, mended):
     """The first save finds no space; the second, if `mended`, does."""
     original = checkpoint_writing.write_synced
 
@@ -238,11 +228,11 @@ def save_on_a_full_disk(directory, on_failure, mended):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with meshed() as (process, mesh):
-        saver = saver_in(directory, process, mesh, keep_last=3, on_failure=on_failure)
+        saver = saver_in(directory, process, mesh, keep_last=3, on_failure="go_on")
         checkpoint_writing.write_synced = full
         saver.save(40, state_of(40), {}, {"step": 40})
         saver._join()
-        must_stop = saver.must_stop
+        assert not saver.must_stop
         if mended:
             checkpoint_writing.write_synced = original
         said = []
@@ -251,30 +241,21 @@ def save_on_a_full_disk(directory, on_failure, mended):
                 act()
             except CheckpointError as error:
                 said.append(str(error))
-        return must_stop, said, [(each.step, each.error is None) for each in saver.poll()]
+        return said, [(each.step, each.error is None) for each in saver.poll()]
 
 
 def test_a_run_goes_on_after_a_save_that_failed(saved):
-    for outcome in run_ranks(save_on_a_full_disk, 2, saved, "go_on", True):
-        assert outcome == (False, [], [(40, False), (50, True)])
+    for outcome in run_ranks(save_on_a_full_disk, 2, saved, True):
+        assert outcome == ([], [(40, False), (50, True)])
     assert [each.step for each in list_checkpoints(saved)] == [20, 30, 50]
 
 
 def test_the_last_save_must_not_fail(saved):
-    for must_stop, said, records in run_ranks(save_on_a_full_disk, 2, saved, "go_on", False):
-        assert not must_stop
+    for said, records in run_ranks(save_on_a_full_disk, 2, saved, False):
         assert records == [(40, False), (50, False)]
         (told,) = said
         assert "step 50 was not saved" in told
         assert "No space left on device: " in told
         assert "index.json" in told
         assert "MiB free" in told
-    assert [each.step for each in list_checkpoints(saved)] == STEPS
-
-
-def test_a_run_that_shall_stop_is_told_at_once(saved):
-    for must_stop, said, records in run_ranks(save_on_a_full_disk, 2, saved, "stop", True):
-        assert must_stop
-        assert records == [(40, False)]
-        assert "step 40 was not saved" in said[0]
     assert [each.step for each in list_checkpoints(saved)] == STEPS

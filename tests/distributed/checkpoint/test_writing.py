@@ -13,7 +13,6 @@ import pytest
 from world import RankFailed, run_ranks
 
 from moebius.distributed.checkpoint import atomic_directory as directory
-from moebius.distributed.checkpoint import checkpoint_folder
 from moebius.distributed.checkpoint.atomic_directory import atomic_directory
 from moebius.distributed.checkpoint.format import CheckpointError
 
@@ -91,24 +90,6 @@ def test_what_came_before_the_rename_is_not_overwritten(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_rename_that_fails_for_another_reason_is_told_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path, target: Path) -> Path:
-        raise OSError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(CheckpointError, match=r"out could not be written: Permission denied"):
-        write(tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_link_to_nothing_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "out").symlink_to(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="exists already"):
-        write(tmp_path / "out")
-
-
 def test_what_a_killed_attempt_left_is_removed_and_told(
     abandoned: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,21 +98,6 @@ def test_what_a_killed_attempt_left_is_removed_and_told(
         write(out)
     assert os.listdir(out.parent) == ["out"]
     assert f"{abandoned} was left by a killed process; removing it" in caplog.text
-
-
-def test_what_belongs_to_another_directory_stays(abandoned: Path) -> None:
-    for name in ("ou", "out.part", "[o]ut"):
-        write(abandoned.with_name(name))
-    assert (abandoned / "file").read_text() == "half"
-
-
-def test_a_folder_without_a_lock_is_somebodys_own(tmp_path: Path) -> None:
-    own = tmp_path / "out.part.tmp"
-    own.mkdir()
-    (own / "precious").touch()
-    with pytest.raises(CheckpointError, match=r"out\.part\.tmp is being written .* or was left"):
-        write(tmp_path / "out")
-    assert os.listdir(own) == ["precious"]
 
 
 def test_a_lock_that_was_replaced_is_not_taken_for_ones_own(
@@ -178,14 +144,14 @@ def test_where_there_are_no_locks_what_was_left_stays_and_is_named(tmp_path: Pat
 def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = directory.sync_directory
+    sync = directory.sync
 
     def fail_on_the_parent(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(path)
 
-    monkeypatch.setattr(directory, "sync_directory", fail_on_the_parent)
+    monkeypatch.setattr(directory, "sync", fail_on_the_parent)
     with pytest.raises(
         CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/"
     ) as told:
@@ -208,11 +174,3 @@ def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None
     ):
         write(tmp_path / "out", then=lambda folder: os.fsync(2**20))
     assert os.listdir(tmp_path) == []
-
-
-def test_what_cannot_be_deleted_is_told_and_no_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", lambda path, ignore_errors: None)
-    checkpoint_folder.discard(tmp_path)
-    assert f"{tmp_path} could not be deleted; it is no longer needed" in caplog.text

@@ -12,7 +12,6 @@ import torch
 from dispatch_cases import (
     EXPERTS,
     SCENES,
-    WIDTH,
     Case,
     Scene,
     bank_layer,
@@ -25,10 +24,8 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.dedup import DedupDispatcher
 from moebius.distributed.dispatch.exchange import AllToAll, Pending
-from moebius.model.moe import LocalDispatcher, SparseLayer
-from moebius.model.routing import slot_routes
+from moebius.model.moe import SparseLayer
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = [F32, BF16, torch.float64]
@@ -113,11 +110,6 @@ def test_alltoall_equals_one_rank_bitwise(world_size: int) -> None:
     compare_with_one_rank(world_size, [*passes, Passed(SCENES["uneven"], BF16, F32)])
 
 
-def test_one_expert_per_rank_on_eight_ranks_is_bitwise_too() -> None:
-    scene = Scene((5, 0, 7, 3, 9, 1, 4, 6))
-    compare_with_one_rank(8, [Passed(scene, dtype, dtype) for dtype in DTYPES])
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_known_counts_travel_unasked_and_equal_one_rank_bitwise(world_size: int) -> None:
     """Expert choice, where a rank's row may have many routes or none."""
@@ -133,21 +125,3 @@ def test_known_counts_travel_unasked_and_equal_one_rank_bitwise(world_size: int)
             rows, gates = (each.rows, False), (F32, False)
             assert exchanges[:3] == [rows, gates, rows]
             assert sorted(exchanges[3:], key=str) == sorted([rows, gates, rows], key=str)
-
-
-def refused_on_two_ranks() -> str:
-    with meshed(ep=2) as (_, mesh):
-        assert isinstance(make_dispatcher("auto", mesh.ep_group), DedupDispatcher)
-        assert isinstance(make_dispatcher("auto", mesh.groups["dp_replicate"]), LocalDispatcher)
-        with pytest.raises(ValueError, match=r'mesh.dispatcher="local" with mesh.ep=2'):
-            make_dispatcher("local", mesh.ep_group)
-        routes = slot_routes(16, num_experts=EXPERTS, device=torch.device("cpu"))
-        with pytest.raises(ValueError, match="per_expert=3 does not fit 16 routes over 8 experts"):
-            make_dispatcher("alltoall", mesh.ep_group).dispatch(
-                torch.zeros(16, WIDTH), replace(routes, per_expert=3)
-            )
-        return "refused"
-
-
-def test_a_local_dispatcher_and_counts_that_do_not_fit_are_refused() -> None:
-    assert run_ranks(refused_on_two_ranks, 2) == ["refused", "refused"]

@@ -110,7 +110,7 @@ def rows_held() -> dict[str, tuple[int, int, int]]:
                 out[f"{kind} {name}"] = (
                     held,
                     wanted,
-                    counters.stats().routes_served - sum(int(h.sum()) for h in mine),
+                    counters.setup.counters.routes_served - sum(int(h.sum()) for h in mine),
                 )
     return out
 

@@ -1,8 +1,5 @@
-"""Shared memory gives the bits of collectives for all routes: `symmetric` equals `dedup`, and
-`hierarchical` is the same with and without it.
-"""
+"""Shared memory gives the bits of collectives for all routes: `symmetric` equals `dedup`."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,20 +19,19 @@ from world import run_ranks
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
 
 
-def differences(name: str, dtype: torch.dtype) -> dict[tuple, list[str]]:
+def differences(dtype: torch.dtype) -> dict[tuple, list[str]]:
     found = {}
     with world() as (process, group, nodes):
-        by_collectives = "dedup" if name == "symmetric" else name
-        outbox = open_outbox(group if name == "symmetric" else nodes.intra, timeout_s=20)
+        outbox = open_outbox(group, timeout_s=20)
         assert isinstance(outbox, Outbox), outbox
         for scene in SCENES:
             for kind in KINDS:
                 given = scene_case(scene, kind, process.rank, dtype)
                 results = []
-                for way, memory in ((by_collectives, None), (name, outbox)):
+                for way, memory in (("dedup", None), ("symmetric", outbox)):
                     dispatcher: Any = dispatcher_of(way, group, nodes, outbox=memory)
                     results.append(run_layer(own_layer(process, dispatcher, dtype), given))
-                    counted = dispatcher.stats()
+                    counted = dispatcher.setup.counters
                     results[-1]["counted"] = torch.tensor(
                         [counted.rows_sent, counted.routes_served]
                     )
@@ -57,16 +53,9 @@ def post_once(outbox: Outbox) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    slow_but(
-        list(
-            product(("symmetric", "hierarchical"), (torch.float32, torch.bfloat16, torch.float64))
-        ),
-        ("symmetric", torch.float32),
-        names=2,
-    ),
+    "dtype", slow_but([torch.float32, torch.bfloat16, torch.float64], torch.float32)
 )
-def test_memory_gives_the_bits_of_collectives(name: str, dtype: torch.dtype) -> None:
-    for found in run_ranks(differences, 4, name, dtype, timeout_s=120):
+def test_memory_gives_the_bits_of_collectives(dtype: torch.dtype) -> None:
+    for found in run_ranks(differences, 4, dtype, timeout_s=120):
         assert len(found) == len(SCENES) * len(KINDS)
         assert {key: names for key, names in found.items() if names} == {}

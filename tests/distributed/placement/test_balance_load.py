@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from moebius.distributed.dispatch.expert_map import ExpertMap, ExpertRange, contiguous_map
 from moebius.distributed.placement.balance_load import (
     load_imbalance,
-    num_copies,
     packed,
     rank_loads,
     rebalanced,
@@ -114,13 +113,6 @@ def test_a_block_is_one_piece():
     ]
 
 
-def test_copies_go_where_a_copy_carries_most():
-    assert num_copies([12, 5, 4, 1], 4, 4) == [1, 1, 1, 1]
-    assert num_copies([12, 5, 4, 1], 7, 4) == [3, 2, 1, 1]  # 12, then 6 before 5, then 5 before 4
-    assert num_copies([100, 1, 1], 6, 2) == [2, 2, 2]  # never more than one per rank
-    assert num_copies([0, 0, 0], 5, 4) == [3, 1, 1]
-
-
 def best_factor(loads, num_ranks):
     """By trying every way to give equally many experts to every rank."""
     share = len(loads) // num_ranks
@@ -155,15 +147,6 @@ def test_one_hot_expert_needs_copies():
     assert load_imbalance(copied, loads) < 1.1
 
 
-def test_what_is_even_already_stays():
-    expert_map = contiguous_map(6, 3)
-    assert rebalanced(expert_map, [5] * 6) is expert_map
-    assert rebalanced(expert_map, [0] * 6) is expert_map
-    assert rebalanced(expert_map, [5] * 6, replicas=2) is expert_map
-    assert load_imbalance(expert_map, [0] * 6) == 1.0
-    assert rebalanced(contiguous_map(3, 1), [1, 2, 3], replicas=2) == contiguous_map(3, 1)
-
-
 def test_a_last_copy_whose_ranks_are_taken_makes_room():
     """Two slots on each of three ranks, loads so that greed leaves only ranks that have the expert
     already.
@@ -185,12 +168,3 @@ def test_a_last_copy_whose_ranks_are_taken_makes_room():
 def test_tables_that_cannot_be_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         ExpertMap(*arguments)
-
-
-def test_slots_that_cannot_hold_the_experts_are_refused():
-    with pytest.raises(ValueError, match=r"\[1, 1\] slots for 3 experts"):
-        packed([1, 1, 1], [1, 1])
-    with pytest.raises(ValueError, match=r"\[4, 1\] slots for 3 experts"):
-        packed([1, 1, 1], [4, 1])
-    with pytest.raises(ValueError, match="3 experts are too few for 4 ranks"):
-        contiguous_map(3, 4)

@@ -211,7 +211,7 @@ def refused(what: str) -> str:
     with start_process("cpu", timeout_s=60) as process:
         if process.rank == 1:
             if what == "machine":
-                outbox_module._machine = lambda: 7
+                outbox_module._BOOT_ID = Path("/proc/sys/kernel/version")
             elif what == "compiler":
                 outbox_module.reason_against = lambda: "there is no C++ compiler"
             elif what == "pid namespace":
