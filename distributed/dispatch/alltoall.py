@@ -11,8 +11,8 @@ Flow of one sparse layer and pass:
 
 With `per_expert` (a mixture's slots, expert choice) every rank has the same counts, and steps 1 to 3
 disappear: nothing is sorted, no counts are exchanged, and the host never waits for the device. Rows
-always arrive as (source rank, expert, position); here one transposed copy each way restores the
-canonical order.
+always arrive as (source rank, expert, position); a transposed copy before the experts, and one
+after them, restores the canonical order.
 
 In canonical order an expert sees the same rows in the same order on 1 or P ranks, so outputs, input
 gradients and expert gradients are bitwise equal (on CPUs: kernels/segments.py says why).
@@ -21,7 +21,8 @@ Cost per rank and direction: N·D elements and N gate weights for N routes, minu
 the rank. The backward sends as much in reverse. A rank without rows still takes part in every
 exchange: its empty tensors are outputs of the exchange, so its backward runs too.
 
-Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank.
+Legend: U rows, N routes, D width, P ranks, S slots (not positions): places for experts on all ranks,
+of which an expert may have several (expert_map.py); e slots of one rank.
 """
 
 from abc import abstractmethod
@@ -42,7 +43,7 @@ from .expert_map import ExpertMap
 
 @dataclass(frozen=True)
 class _Sent:
-    """Rows and gate weights in flight, one per route, and their numbers per rank."""
+    """Rows and gate weights in flight, one per route; how many go to and come from each rank."""
 
     communicator: Communicator
     sent: list[int]
@@ -52,9 +53,12 @@ class _Sent:
     routes: Routes  # this rank's own
     order_N: Tensor | None  # the order of sending; None: route order
 
-    def combine(self, y_ND: Tensor) -> Tensor:
-        """Returns one output row for each received row; the source sums them in route order."""
-        back = self.communicator.all_to_all(y_ND, self.received, self.sent, is_combine=True)
+    def combine(self, y_UD: Tensor) -> Tensor:
+        """Sends back the output of each received row; returns this rank's sums in route order.
+
+        (U, D) to (num_targets, D).
+        """
+        back = self.communicator.all_to_all(y_UD, self.received, self.sent, is_combine=True)
         routes = self.routes
         sums = sum_rows(
             back.wait(),
@@ -149,6 +153,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
     def _dispatch_counted(
         self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap
     ) -> _CountedRows:
+        """Exchanges counts, then starts sending rows sorted by slot: steps 1 to 4 above."""
         communicator, counters = self.communicator, self.setup.counters
         own = expert_map.slots_P[communicator.rank]
         slot_N = expert_map.slots_of(routes.expert_N)
@@ -156,6 +161,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
         counts = AllToAll(
             communicator.group, list(expert_map.slots_P), [own] * communicator.num_ranks
         )
+        # a recomputed step reuses these counts and sends none (model/execution/recompute.py)
         pending = save_decision(lambda: counts.start(sent_S))
         order_N = sort_by_expert(slot_N, expert_map.num_slots)
         rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)

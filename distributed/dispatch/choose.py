@@ -1,9 +1,9 @@
 """Creates dispatchers, and decides what `mesh.dispatcher=auto` means.
 
-| name | sends | equals one rank | best for |
+| name | sends | result compared with one rank | best for |
 |---|---|---|---|
-| `local` | nothing | — | every expert on this rank |
-| `allgather` | every row to every rank | up to rounding | K ≥ P, few ranks; the oracle |
+| `local` | nothing | is one rank | runs without expert parallelism |
+| `allgather` | every row to every rank | up to rounding | K experts per token ≥ P ranks; a reference for tests |
 | `alltoall` | one row per route | bit for bit | exact comparisons; one expert per token |
 | `dedup` | one row per (row, rank) | up to rounding | everything else |
 | `symmetric` | one row per (row, rank), through memory | as `dedup` | EP groups on one node |
@@ -16,7 +16,7 @@ measures them.
 
 If all ranks of an EP group are on one node, `auto` measures: rows can go through the node's memory
 (`symmetric`) or through collectives (`dedup`). Both give the same bits, so a run may switch between
-them at any start. A few alternating passes of each take some milliseconds; the slowest rank counts.
+them whenever it restarts. A few alternating passes of each take some milliseconds; the slowest rank counts.
 """
 
 import time
@@ -60,7 +60,7 @@ def make_dispatcher(
     outbox: Outbox | None = None,
     why: str = "",
 ) -> Dispatcher:
-    """Creates a dispatcher over one EP group; every layer needs its own, because it counts.
+    """Creates a dispatcher over one EP group; every layer needs its own, because each counts its own traffic.
 
     The settings are those of `Setup`.
 
@@ -130,13 +130,13 @@ def choose_dispatcher(
             that cannot share any.
     """
     wanted = resolved_dispatcher(name, group.size())
-    is_open = name == AUTO and wanted == DEFAULT
-    if not (is_open or needs_outbox(wanted)):
+    undecided = name == AUTO and wanted == DEFAULT
+    if not (undecided or needs_outbox(wanted)):
         return DispatcherChoice(wanted)
     outbox = _outbox_of(group, device, ranks_per_node, timeout_s)
     if isinstance(outbox, Outbox):
-        return _faster(group, outbox) if is_open else DispatcherChoice(wanted, outbox)
-    if is_open:
+        return _faster(group, outbox) if undecided else DispatcherChoice(wanted, outbox)
+    if undecided:
         return DispatcherChoice(DEFAULT, why=f"no shared memory: {outbox}")
     raise ValueError(
         f'mesh.dispatcher="{wanted}" cannot run here: {outbox}; use "{DEFAULT}" or "{AUTO}"'
@@ -157,7 +157,10 @@ def _outbox_of(
 
 
 def _faster(group: dist.ProcessGroup, outbox: Outbox) -> DispatcherChoice:
-    """Times both dispatchers in alternating passes. Collective."""
+    """Times `dedup` and `symmetric` in alternating passes, and returns the faster. Collective.
+
+    Closes an outbox that is not used.
+    """
     x, routes = _work(group)
     candidates = {
         DEFAULT: make_dispatcher(DEFAULT, group),
