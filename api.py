@@ -453,19 +453,17 @@ def export(
     folder: str | PathLike[str],
     *,
     step: int | None = None,
-    layout: Literal["safetensors", "hf"] = "safetensors",
     dtype: Literal["fp32", "bf16"] = "fp32",
     with_tokenizer: bool = True,
 ) -> str:
-    """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
+    """Writes a checkpoint as a folder that transformers loads, like `moebius ckpt export`.
 
     Args:
         path: a run folder, or one of its checkpoints.
         folder: does not exist yet.
         step: the checkpoint's step; default: the newest.
-        layout: "safetensors", or "hf" for a folder that transformers loads.
         dtype: of weights that enter matrix products.
-        with_tokenizer: False omits the tokenizer; only with "hf".
+        with_tokenizer: False omits the tokenizer.
 
     Returns:
         What was written, in words.
@@ -475,12 +473,9 @@ def export(
             or `folder` exists.
     """
     from .export.hf.model_folder import export_to_hf
-    from .export.safetensors import export as export_safetensors
 
-    checkpoint, out = find_checkpoint(Path(path), step), Path(folder)
-    if layout == "safetensors":
-        return str(export_safetensors(checkpoint, out, dtype=dtype))
-    return str(export_to_hf(checkpoint, out, dtype=dtype, with_tokenizer=with_tokenizer))
+    checkpoint = find_checkpoint(Path(path), step)
+    return str(export_to_hf(checkpoint, Path(folder), dtype=dtype, with_tokenizer=with_tokenizer))
 
 
 def _placed(config: Config, run_dir: str | PathLike[str]) -> tuple[Config, Path]:

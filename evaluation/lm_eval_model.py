@@ -28,10 +28,10 @@ from tqdm import tqdm
 from ..distributed.process.process import start_process
 from .batches import Row, rolling_rows
 from .generate import generate
-from .group_context import group_context_size
 from .restore import refuse_pairs, restore, tokenizer_of_run
 from .scoring import open_scorer
 from .tasks.task import Encoder, TaskError
+from .text import draw_group_context
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,9 @@ class MoebiusLM(TemplateLM):
             num_tokens=wanted["max_gen_toks"],
             temperature=wanted.get("temperature", float(bool(wanted.get("do_sample")))),
             seed=self._seed,
-            context_MS=self._group_context(len(prompt) + wanted["max_gen_toks"]),
+            context_MS=draw_group_context(
+                self._restored, len(prompt) + wanted["max_gen_toks"], seed=self._seed
+            ),
         ):
             if token == self.eot_token_id:
                 break
@@ -194,12 +196,6 @@ class MoebiusLM(TemplateLM):
             if any(stop and stop in text for stop in wanted["until"]):
                 break
         return postprocess_generated_text(text, wanted["until"], None)
-
-    def _group_context(self, length: int) -> torch.Tensor | None:
-        text = self._scorer.text
-        if text is None:
-            return None
-        return text.draw(group_context_size(self._restored.model), length).to(self._device)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

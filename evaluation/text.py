@@ -37,19 +37,18 @@ def write_text(
     """
     refuse_pairs(restored)
     tokenizer = tokenizer_of_run(restored)
-    device = next(restored.model.parameters()).device
     ids = tokenizer.encode_batch([prompt])[0].astype("int64").tolist()
-    context_MS = _group_context(restored, len(ids) + num_tokens - 1, seed=seed)
+    context_MS = draw_group_context(restored, len(ids) + num_tokens - 1, seed=seed)
     shown = len(prompt)
     yield prompt
     for token in generate(
         restored.model,
-        torch.tensor(ids, dtype=torch.int64, device=device),
+        torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device),
         num_tokens=num_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        context_MS=None if context_MS is None else context_MS.to(device),
+        context_MS=context_MS,
         cache_loops=cache_loops,
     ):
         ids.append(token)
@@ -59,12 +58,13 @@ def write_text(
             shown = len(text)
 
 
-def _group_context(restored: Restored, length: int, *, seed: int) -> torch.Tensor | None:
+def draw_group_context(restored: Restored, length: int, *, seed: int) -> torch.Tensor | None:
+    """Returns the group context of a generated text with that many inputs; None if none is needed."""
     wanted, data = group_context_size(restored.model), restored.config.data
     if wanted == 0:
         return None
     text = GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
-    return text.draw(wanted, max(length, 1))
+    return text.draw(wanted, max(length, 1)).to(restored.model.embedding.device)
 
 
 @dataclass(frozen=True)

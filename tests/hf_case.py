@@ -21,6 +21,13 @@ from moebius.train.config.run_config import Config, JobConfig, TrainConfig
 VOCABULARY, STEP = 257, 7
 TOKENS = torch.arange(4 * 20).view(4, 20) * 37 % 256
 LENGTHS = (20, 9, 1, 14)  # of the rows, where they are padded
+PROMISED = (
+    *("dense", "naive_ut", "moeut", "moeut_g1", "moeut_aabb", "moeut_pre", "moeut_post"),
+    *("sigma_moe", "sigma_moe_original", "switchhead", "sut", "sut_no_act", "gshard", "top_k"),
+    *("deepseek", "x_moe", "mh_moe", "mh_moe_parity"),
+    *("huginn_small", "huginn_moe", "parcae_small", "parcae_moe", "ouro_moe"),
+    *("moeut_sandwich", "middle_half_twice"),
+)
 
 
 @cache

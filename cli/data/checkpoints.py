@@ -1,7 +1,6 @@
 """`moebius ckpt`: lists, verifies, exports and imports checkpoints."""
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from ..arguments import Commands, add_command, add_overrides, add_run_argument, resolve_config
@@ -87,10 +86,10 @@ def _add_export(actions: Commands) -> None:
         actions,
         "export",
         _export,
-        "write a checkpoint's weights as safetensors, or as a folder for Hugging Face",
+        "write a checkpoint as a folder for Hugging Face transformers",
         examples=[
             "ckpt export runs/mine --out exported --dtype bf16",
-            "ckpt export runs/mine --format hf --out exported",
+            "ckpt export runs/mine --out exported --no-tokenizer",
         ],
     )
     _add_checkpoint_argument(parser, "Without --step, exports the newest checkpoint of RUN.")
@@ -103,29 +102,32 @@ def _add_export(actions: Commands) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=["safetensors", "hf"],
-        default="safetensors",
-        help="hf: with code, tokenizer and model card, for AutoModelForCausalLM (safetensors)",
+        default="hf",
+        metavar="FORMAT",
+        help="hf: weights, code, tokenizer and model card, for AutoModelForCausalLM",
     )
     parser.add_argument(
         "--no-tokenizer",
         action="store_true",
-        help="with --format hf: omit the tokenizer",
+        help="omit the tokenizer",
     )
 
 
 def _export(options: argparse.Namespace) -> int:
     from ...distributed.checkpoint.format import find_checkpoint
     from ...export.hf.model_folder import export_to_hf
-    from ...export.safetensors import export
     from ..console import progress_bars
 
-    write = partial(export_to_hf, with_tokenizer=not options.no_tokenizer)
+    if options.format != "hf":
+        raise ValueError(
+            f"--format {options.format}: only hf is written, a folder whose weights are safetensors"
+        )
     with progress_bars() as start_progress:
-        exported = (write if options.format == "hf" else export)(
+        exported = export_to_hf(
             find_checkpoint(options.path, options.step),
             options.out,
             dtype=options.dtype,
+            with_tokenizer=not options.no_tokenizer,
             start_progress=start_progress,
         )
     print(f"{options.out}: {exported}")

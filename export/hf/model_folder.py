@@ -7,25 +7,42 @@ both in evaluation can be exported this way.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...data_pipeline.errors import DataError, ShardError
+from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.rows import SplitReader
-from ...data_pipeline.tokenizers.interface import Tokenizer
-from ...distributed.checkpoint.format import StartProgress, StoredCheckpoint, open_checkpoint
+from ...data_pipeline.tokenizers.interface import Tokenizer, main_file
+from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ...data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
+from ...distributed.checkpoint.atomic_directory import (
+    atomic_directory,
+    refuse_existing,
+    refuse_name_of_another_step,
+)
+from ...distributed.checkpoint.format import (
+    CheckpointError,
+    StartProgress,
+    StoredCheckpoint,
+    open_checkpoint,
+    open_verified,
+)
+from ...distributed.checkpoint.writing import write_synced
 from ...model.config.model_config import ModelConfig
 from ...plugins import is_own
 from ...train.config.run_config import Config, ConfigError
+from ...train.config.validation import validated
 from ..safetensors import (
-    Description,
-    Exported,
+    DTYPES,
     Precision,
-    config_of,
-    config_values,
-    export,
-    tokenizer_of,
+    num_bytes_of,
+    plan_files,
+    require_safetensors,
+    write_weights,
 )
 from .card import make_card
 from .tokenizer import tokenizer_files
@@ -40,6 +57,24 @@ CODE = (
 )
 
 
+@dataclass(frozen=True)
+class Exported:
+    """Summarizes an export for the user."""
+
+    step: int
+    files: list[str]
+    num_keys: int
+    num_bytes: int
+    tokenizer: str  # which, or why none
+
+    def __str__(self) -> str:
+        files = (
+            self.files[0] if len(self.files) == 1 else f"{self.files[0]} … {len(self.files)} files"
+        )
+        size = f"{self.num_keys:,} keys, {self.num_bytes / 10**6:,.1f} MB"
+        return f"weights of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
+
+
 def export_to_hf(
     source: Path,
     out: Path,
@@ -49,9 +84,10 @@ def export_to_hf(
     with_tokenizer: bool = True,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> Exported:
-    """Writes the model of the checkpoint `source` as a Hugging Face folder `out`.
+    """Writes the model of the checkpoint `source`, and router state without gradients, as a Hugging
+    Face folder `out`.
 
-    `out` appears whole or not at all.
+    `out` appears whole and verified, or not at all.
 
     Args:
         source: the checkpoint; its run folder provides the card's figures.
@@ -59,33 +95,57 @@ def export_to_hf(
 
     Raises:
         ValueError: transformers could not run this model as trained, its tokenizer cannot be
-            converted, or `export` refuses.
+            converted, the checkpoint is damaged or belongs to no run, safetensors is missing, `out`
+            exists, or the disk is full.
     """
-    opened = open_checkpoint(source)
-    config = config_of(opened)
-    check_promises(config.model)  # early, because verifying can take an hour
+    require_safetensors()
+    refuse_name_of_another_step(out, None)
+    refuse_existing(out)
+    stored = open_checkpoint(source)
+    config = config_of(stored)
+    check_promises(config.model)
     tokenizer, words = (
-        tokenizer_of(config, opened) if with_tokenizer else (None, "no tokenizer, as requested")
+        _tokenizer_of(config, stored) if with_tokenizer else (None, "no tokenizer, as requested")
     )
-    words = words.replace("no tokenizer file", "a tokenizer")
-    files: dict[str, str] = {}
+    texts = {}
     if tokenizer is not None:
-        files = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
+        texts = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
+    plan = plan_files(stored, config, dtype, max_file_bytes)
+    # last, because it can take an hour
+    size = sum(file.num_bytes for file in stored.manifest.files.values())
+    stored = open_verified(source, start_progress("checking the checkpoint", size))
+    texts |= _model_files(stored, config, dtype, tokenizer)
+    texts["README.md"] = make_card(stored, config, words)
+    with atomic_directory(out, needed_bytes=num_bytes_of(plan)) as folder:
+        write_weights(stored, plan, folder, start_progress)
+        for name, text in texts.items():
+            write_synced(folder / name, text)
+    num_keys = sum(map(len, plan.values()))
+    return Exported(stored.meta.step, list(plan), num_keys, num_bytes_of(plan), words)
 
-    def describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
-        card = {"README.md": make_card(stored, config, words)}
-        return Description(
-            {**_model_files(stored, config, dtype, tokenizer), **card, **files}, words
-        )
 
-    return export(
-        source,
-        out,
-        describe=describe,
-        dtype=dtype,
-        max_file_bytes=max_file_bytes,
-        start_progress=start_progress,
-    )
+def config_of(stored: StoredCheckpoint) -> Config:
+    """Returns the configuration of the run that wrote a checkpoint."""
+    if not {"config", "progress"} <= stored.meta.meta.keys():
+        raise CheckpointError(f"{stored.path}: lacks configuration or progress, so no run wrote it")
+    return validated(Config, stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
+
+
+def _tokenizer_of(config: Config, stored: StoredCheckpoint) -> tuple[Tokenizer | None, str]:
+    """Returns the run's tokenizer, if it has one, and a line about it for the user.
+
+    Raises:
+        ShardError: the data was prepared again with another tokenizer than the checkpoint's.
+    """
+    if is_prepared(config.data.directory):
+        check_meaning(config.data.directory, stored.meta.meta.get("data") or {})
+    try:
+        tokenizer = prepared_tokenizer(config.data.directory)
+    except ShardError as error:
+        return None, f"no tokenizer: {error}"
+    if isinstance(tokenizer, BytesTokenizer):
+        return tokenizer, "a tokenizer: ids are UTF-8 bytes, and 256 ends a document"
+    return tokenizer, f"{main_file(tokenizer)} with {tokenizer.vocab_size} ids"
 
 
 def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
@@ -115,8 +175,7 @@ def check_promises(model: ModelConfig) -> None:
     if own := [f"{key}={name!r}" for key, name in parts.items() if is_own(name)]:
         raise ConfigError(
             f"{' and '.join(own)} cannot be exported to Hugging Face, because the folder holds only "
-            "moebius' own code; use --format safetensors, or moebius itself (`moebius eval`, "
-            "`generate`)"
+            "moebius' own code; use moebius itself (`moebius eval`, `generate`)"
         )
     promises = model.evaluation_promises
     broken = []
@@ -137,21 +196,38 @@ def check_promises(model: ModelConfig) -> None:
     raise ConfigError(
         f"router.kind={model.experts.router.kind!r} as configured cannot be exported to Hugging "
         f"Face: {' and '.join(broken)}{advice}. transformers' padding, batching and caching would "
-        "change its outputs; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
+        "change its outputs; use moebius itself (`moebius eval`, `generate`)"
     )
 
 
 def _model_files(
     stored: StoredCheckpoint, config: Config, dtype: Precision, tokenizer: Tokenizer | None
 ) -> dict[str, str]:
-    end = None if tokenizer is None else tokenizer.end_of_document_id
-    described = config_values(stored, config, tokenizer, dtype) | {
+    """Returns the model's code and config.json: the usual names, and the model's own configuration."""
+    model, end = config.model, None if tokenizer is None else tokenizer.end_of_document_id
+    described: dict[str, Any] = {
+        "model_type": "moebius",
         "architectures": ["MoebiusForCausalLM"],
         "auto_map": {
             "AutoConfig": "configuration_moebius.MoebiusConfig",
             "AutoModelForCausalLM": "modeling_moebius.MoebiusForCausalLM",
         },
+        "dtype": str(DTYPES[dtype]).removeprefix("torch."),
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.attention.num_heads,
+        "max_position_embeddings": config.data.seq_len,
+        "tie_word_embeddings": model.tied_head,
+        "eos_token_id": end,
         "pad_token_id": end,
+        "tokenizer": config.prepare.tokenizer,
+        "step": stored.meta.step,
+        "tokens": stored.meta.meta["progress"]["tokens"],
+        "checkpoint_digest": stored.manifest.digest,
+        "versions": stored.meta.versions,
+        "sparse_members": list(model.sparse_members),
+        "model": model.model_dump(mode="json"),
     }
     generation = {"eos_token_id": end, "pad_token_id": end}
     folder = Path(__file__).parent

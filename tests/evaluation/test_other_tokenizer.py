@@ -52,14 +52,13 @@ def test_no_command_reads_it(words: list[str], run_dir: Path, capfd) -> None:
     assert MESSAGE in " ".join(capfd.readouterr().err.split())
 
 
-@pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_no_export_takes_its_tokenizer(form: str, bytes_run: Path, capfd, tmp_path: Path) -> None:
+def test_no_export_takes_its_tokenizer(bytes_run: Path, capfd, tmp_path: Path) -> None:
     """A checkpoint names its own folder, so here that one is prepared again."""
     own = Path(Config.load(bytes_run / "config.json").data.directory)
     kept = Path(shutil.move(own, tmp_path / "kept"))
     try:
         prepare_bytes(own.parent, tokenizer="bpe")
-        words = ["ckpt", "export", str(bytes_run), "--format", form, "--out", str(tmp_path / "out")]
+        words = ["ckpt", "export", str(bytes_run), "--out", str(tmp_path / "out")]
         with pytest.raises(SystemExit) as end:
             main(words)
     finally:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import zstandard
 from bytes_run import train_bytes
 from small_model import TINY
 
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.evaluation.scoring import Scorer
 
 ARC = [
@@ -226,32 +223,6 @@ def test_files_that_are_damaged(
     answer = evaluate(bytes_run, "--tasks", "piqa")
     assert answer.code == 2
     assert re.search(message, answer.text), answer.text
-
-
-def test_a_packed_file_that_ends_too_early(bytes_run: Path, data: Path, evaluate: Command) -> None:
-    path = data / "piqa.jsonl.zst"
-    path.write_bytes(path.read_bytes()[:-5])
-    answer = evaluate(bytes_run, "--tasks", "piqa")
-    assert answer.code == 2
-    assert "piqa.jsonl.zst" in answer.text
-
-
-def test_a_folder_that_was_prepared_for_another_vocabulary(
-    bytes_run: Path, tmp_path: Path, evaluate: Command
-) -> None:
-    words = " ".join(f"word{n} other{n * 7}" for n in range(900))
-    (tmp_path / "text.txt").write_text(words, encoding="utf-8")
-    text = (str(tmp_path / "text.txt"),)
-    other = PrepareConfig(input=text, tokenizer="bpe", vocab_size=400, validation_fraction=0.2)
-    prepare(other, tmp_path / "shards")
-    shutil.copytree(bytes_run, tmp_path / "run")
-    path = tmp_path / "run" / "config.json"
-    config = json.loads(path.read_text())
-    config["data"]["directory"] = str(tmp_path / "shards")
-    path.write_text(json.dumps(config))
-    answer = evaluate(tmp_path / "run", "--tasks", "piqa")
-    assert answer.code == 2
-    assert "was prepared with another tokenizer (" in answer.text
 
 
 def test_a_mixture_is_drawn_several_times(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from family import tiny_config
 from golden import Golden, load_golden
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
@@ -21,8 +21,8 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import open_verified
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
+from moebius.export.hf.model_folder import export_to_hf
 from moebius.export.published import import_published, read_tensors, translate
-from moebius.export.safetensors import export, load_export
 from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config, ConfigError
@@ -119,10 +119,9 @@ def test_an_imported_run_is_trained_exported_and_written_with(
     assert meta["data"] is None
     for state in optimizer.state.values():
         assert not state["exp_avg"].any()
-    export(step_0(tmp_path / "out"), tmp_path / "exported")
-    again = load_export(tmp_path / "exported").state_dict()
-    for name, parameter in model.state_dict().items():
-        assert torch.equal(again[name], parameter)
+    export_to_hf(step_0(tmp_path / "out"), tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert torch.equal(exported["head.weight"], model.head.weight)
     assert len(list(generate(model.eval(), torch.tensor([1, 2]), num_tokens=3))) == 3
 
 

@@ -120,7 +120,7 @@ def test_a_run_is_exported_and_loaded(tmp_path: Path) -> None:
         tokenizer=name,
     )
     with pytest.raises(SystemExit) as ended:
-        main(["ckpt", "export", str(run), "--format", "hf", "--out", str(tmp_path / "out")])
+        main(["ckpt", "export", str(run), "--out", str(tmp_path / "out")])
     assert ended.value.code == 0
     loaded = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     for text, ids in zip(SAMPLE, model.encode_batch(SAMPLE), strict=True):

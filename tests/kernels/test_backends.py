@@ -257,28 +257,6 @@ def test_fused_activations_are_accurate_everywhere(
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
-@every_kind
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_next_experts_rows_are_not_in_a_bias_gradient(
-    activation: str, backend: str, dtype: torch.dtype
-) -> None:
-    """Expert 0's padding covers expert 1's rows; huge values there must not reach its gradients."""
-    operation, case = Perceptrons(activation, BIASES["both biases"]), Case(7, 6, 5, 2, 1)
-    generator = torch.Generator().manual_seed(12)
-    x, grad = (torch.randn(7, width, generator=generator).to(dtype) for width in (6, 7))
-    weights = [w.to(dtype) for w in operation.weights(case, generator)]
-    experts = torch.tensor([[0]] * 3 + [[1]] * 4)
-    routes = token_routes(experts, torch.rand(7, 1, generator=generator), num_experts=2)
-    results = []
-    for size in (1.0, 1e6, float("inf")):
-        loud = torch.cat((x[:3], x[3:] * size)), torch.cat((grad[:3], grad[3:] * size))
-        results.append(values_and_gradients(operation, loud[0], weights, routes, loud[1], backend))
-    for index in (4, 5):
-        assert results[0][index][0].abs().max() > 0
-        for louder in results[1:]:
-            assert torch.equal(louder[index][0], results[0][index][0])
-
-
 @every_backend
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str, backend: str) -> None:

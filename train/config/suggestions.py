@@ -73,7 +73,7 @@ _NAMES: Mapping[str, str] = {
     "mesh.dp_replicate": "dp data_parallel_replicate_degree",
     "mesh.dp_shard": "data_parallel_shard_degree",
     "mesh.sharding": "fsdp zero zero_stage deepspeed strategy",
-    "`moebius ckpt export RUN --format hf --out DIR` writes a model for others": "safetensors push_to_hub save_pretrained vllm",
+    "`moebius ckpt export RUN --out DIR` writes a model for others": "safetensors push_to_hub save_pretrained vllm",
     "`moebius eval RUN --tasks …` scores tasks; `moebius lm-eval` runs the harness": "lm_eval lm-evaluation-harness mmlu",
     "`moebius eval RUN --prompt TEXT` generates; --temperature and --top-p choose how": "sampling inference nucleus-sampling",
     "there is no tensor parallelism; mesh.ep spreads experts": "tp tensor-parallel tensor_parallel_degree",
