@@ -204,8 +204,6 @@ def test_a_context_beyond_the_learned_positions(
 SPOILED = {
     "a field that is missing": (b'{"goal": "a"}\n', r"line 1: field 'sol1' is missing"),
     "a half line": (b'\n\n{"goal": ', r"line 3: not valid JSON"),
-    "a list": (b"[1]\n", r"line 1: a JSON list; each line must be one JSON object"),
-    "no UTF-8": (b'{"goal": "\xff"}\n', r"line 1: not valid JSON \('utf-8'"),
     "nothing": (b"\n", "task 'piqa' has no items"),
     "half a surrogate": (
         b'{"goal": "\\ud800", "sol1": "a", "sol2": "b", "label": 0}\n',

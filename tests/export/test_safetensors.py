@@ -15,8 +15,6 @@ import pytest
 import torch
 from hf_case import (
     PROMISED,
-    STEP,
-    VOCABULARY,
     checkpoint_of,
     make_run,
     model_of,
@@ -137,20 +135,6 @@ def test_files_are_small_enough_and_the_index_says_where_everything_is(
             assert opened.metadata() == {"format": "pt"}
         total += size
     assert index["metadata"]["total_size"] == total == exported.num_bytes
-
-
-def test_from_the_command_line(
-    checkpoint: Path, tmp_path: Path, moebius: Callable[..., Any]
-) -> None:
-    run_dir = checkpoint.parents[1]
-    answer = moebius("ckpt", "export", str(run_dir), "--out", str(tmp_path / "out"))
-    assert answer.code == 0
-    words = rf"weights of step {STEP}, \d+ keys, 0\.\d MB model\.safetensors"
-    assert re.search(words, answer.text), answer.text
-    assert f"tokenizer.json with {VOCABULARY} ids" in answer.text
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert described["model"] == model_of(PAPER).config.model_dump(mode="json")
-    assert (described["dtype"], described["step"]) == ("float32", STEP)
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,6 @@ def toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(TILES, key, tile)  # put back
 
 
-def test_candidates_begin_with_the_present_tile_and_differ() -> None:
-    for key, present in TILES.items():
-        tiles = list(tune_tiles.candidates(key))
-        assert tiles[0] == present
-        assert len(set(tiles)) == len(tiles)
-        assert 5 < len(tiles) <= 16
-
-
 def test_the_new_table_is_the_module_with_other_entries() -> None:
     table = TILES | {("rows", "bf16", "many"): replace(TILES["rows", "bf16", "many"], stages=3)}
     source = Path(triton_tiles.__file__).read_text(encoding="utf-8")
