@@ -96,7 +96,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
 
 
 def test_a_restored_model_is_the_one_that_was_trained(data: Path, tmp_path: Path) -> None:
-    run_dir = train_in(config_of(data), tmp_path / "run")
+    run_dir = train_in(config_of(data, "deepseek"), tmp_path / "run")
     with start_process("cpu") as process:
         restored = restore(run_dir, process)
         assert {p.dtype for p in restored.model.parameters()} == {torch.bfloat16}
