@@ -1,8 +1,8 @@
 """The public functional interface of the expert layers: `routed_mlp` and `routed_linear`.
 
-The `reference` backend is plain PyTorch under autograd. Every other backend implements one op per
-function (ops.py), which covers gather, matrix products, activation, gate weight and scatter-add.
-A backend can therefore fuse them and save as little as possible for the backward pass.
+The `reference` backend is plain PyTorch under autograd. Every other backend implements the forward and
+the backward pass of each function (calls.py), from gather to scatter-add, and ops.py makes operators
+of them. A backend can therefore fuse the steps and keep little for the backward pass.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
 """

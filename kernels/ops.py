@@ -1,10 +1,10 @@
 """The expert operations as torch custom ops: schemas, fake and autograd registrations, FLOP formulas.
 
 Meta-device dry runs, torch.compile and torch's FlopCounterMode therefore work. An op's arguments are
-the fields of its call's record, in order. Each of the two operations has three ops:
+the fields of its call (`MLPCall` or `LinearCall`, calls.py), in order. Each of the two operations has three ops:
 
-    NAME                 returns the result and the rows that the backward reads (hidden or ungated,
-                         in sorted order)
+    NAME                 returns the result and the rows that the backward reads, in sorted order: a
+                         perceptron's before the activation, a matrix's before the gate weight
     NAME_backward        returns the gradients, and adds the weights' to new buffers or to those of
                          the pass (gradients.py)
     NAME_backward_rows   omits the weights' gradients, which a deferring backend computes later for

@@ -184,7 +184,7 @@ def test_every_contract_is_seen_to_fail(said_of_breaches: str) -> None:
 
 # Graphs ---------------------------------------------------------------------------------------------
 
-PULLED_IN = {"moebius.train.loop": 139}  # modules, wherever the import stands
+PULLED_IN = {"moebius.train.loop": 134}  # modules, wherever the import stands
 
 
 def circle_in(graph: grimp.ImportGraph) -> str | None:
@@ -369,7 +369,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
-CORE_LINES = 63_500
+CORE_LINES = 59_900
 TOP_FOLDERS, TOP_MODULES = 15, 3
 PRIVATE_NAMES = 11  # of torch, Ray and libtorch
 
@@ -493,7 +493,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (private_names_of_others_are_few, {
         "model/a.py": "".join(f"torch._C.name{n}\n" for n in range(PRIVATE_NAMES + 1)),
     }, r"12 private names of other libraries; at most 11: torch._C.name0"),
-    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 63\d+ lines"),
+    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has \d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
 ]
