@@ -146,14 +146,14 @@ def agent_pids(run_dir: Path) -> dict[int, int]:
     return {
         pid: int(environment[processes.PARENT])
         for pid, environment in found
-        if not {"RANK", processes.TEMPLATE} & environment.keys()
+        if "RANK" not in environment and processes.MARK_GENERATION in environment
     }
 
 
 def template_pids(run_dir: Path) -> list[int]:
     """Returns a run's living template processes."""
     found = processes.find(str(run_dir)).items()
-    return [pid for pid, environment in found if processes.TEMPLATE in environment]
+    return [pid for pid, environment in found if processes.MARK_GENERATION not in environment]
 
 
 def used_nodes(run_dir: Path, generation: int) -> list[int]:

@@ -3,11 +3,11 @@
     python -m moebius.cluster.nodes.agent LOG_DIR      (or a fork of the node's template)
 
 1. It binds itself to its parent, the node, and reads the generation's secret from a pipe.
-2. It runs torch's LocalElasticAgent with a given rendezvous (rendezvous.py): the supervisor has chosen the
+2. It runs torchrun's elastic agent with a given rendezvous (rendezvous.py): the supervisor has chosen the
    node's rank and a port on node 0. `max_restarts` is 0, so every failure ends the generation, and only the
    supervisor starts another, with a new run id and port. (An agent that retries by itself finds a store full
    of old keys: pytorch#135712, #147064.)
-3. It forks the ranks (forked_ranks.py), or starts the user's command through `processes.main`. Each rank has
+3. It forks the ranks (ranks.py), or starts the user's command through `processes.main`. Each rank has
    its own log: logs/g001/node0/rank0.log.
 4. When the ranks have ended, it writes logs/g001/node0/report.json and exits.
 
@@ -19,9 +19,8 @@ one core per agent and 3-4 s per rank.
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +28,17 @@ from ...train.config.resize import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import keep_log
 from ...train.record.redaction import redact
-from ..job import python_module
 from ..report.tracebacks import last_traceback, read_tail, summarise
 from . import processes
 from .assignment import AgentReport, Assignment, RankFailure
 
 if TYPE_CHECKING:
-    from .forked_ranks import ForkedRank
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from .ranks import ForkedRank
 
 # The supervisor ends a start that takes too long, and excuses time without a CPU, of which agents know nothing.
 MEETING_S = 86400.0
-EXIT_BARRIER_S = 60.0  # how long an agent whose ranks are done waits for the other agents
 LOG_TAIL_BYTES = 64 * 1024  # searched for a traceback
 
 
@@ -66,7 +65,7 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
         sys.exit(f"{log_dir}/assignment.json is of another run: it says {assignment.log_dir}")
     os.environ[FOLDER] = str(assignment.heartbeats)  # a fork inherits the template's environment
     if forks_ranks:
-        from .forked_ranks import WaitingRank, fork_ranks
+        from .ranks import WaitingRank, fork_ranks
 
         # before there is a secret or a second thread
         forked = fork_ranks(assignment.ranks, log_dir, assignment.launch.run_dir)
@@ -86,8 +85,8 @@ def _run_elastic_agent(
     assignment: Assignment, forked: "Sequence[ForkedRank] | None"
 ) -> AgentReport:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    from .ranks import RankAgent, forks, programs
     from .rendezvous import Meeting, NodeRendezvous
 
     launch = assignment.launch
@@ -102,22 +101,18 @@ def _run_elastic_agent(
         timeout_s=MEETING_S,
     )
     _choose_interface(assignment, on_one_machine=meeting.is_on_one_machine)
-    entrypoint, *words = python_module(processes.__name__, str(assignment.log_dir))
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.ranks_per_node,
-        entrypoint=entrypoint,
-        args=(*words, *launch.rank_command()),
+        entrypoint="rank",  # a name for torch's log: `start_rank` starts it
         rdzv_handler=NodeRendezvous(meeting),
         max_restarts=0,
         local_addr=assignment.address,
     )
-    make: Callable[..., LocalElasticAgent] = LocalElasticAgent
+    start_rank = programs(assignment.log_dir, launch.rank_command())
     if forked is not None:
-        from .forked_ranks import WarmElasticAgent
-
-        make = partial(WarmElasticAgent, forked=forked)
-    result: Any = make(spec, _stable_logs(assignment), exit_barrier_timeout=EXIT_BARRIER_S).run()
+        start_rank = forks(forked)
+    result: Any = RankAgent(spec, start_rank).run()
     failures = tuple(
         _describe_failure(assignment, rank, failure)
         for rank, failure in sorted(result.failures.items())
@@ -155,24 +150,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _stable_logs(assignment: Assignment) -> Any:
-    """Returns torch's log specification: it opens no files, because ranks have their own logs."""
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import LogsDest
-
-    class StableLogs(LogsSpecs):
-        @property
-        def root_log_dir(self) -> str:
-            return str(assignment.log_dir)
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            none = dict.fromkeys(envs, "")
-            return LogsDest(stdouts=none, stderrs=dict(none), error_files=dict(none))
-
-    return StableLogs(str(assignment.log_dir))
-
-
-def _describe_failure(assignment: Assignment, rank: int, failure: Any) -> RankFailure:
+def _describe_failure(assignment: Assignment, rank: int, failure: "ProcessFailure") -> RankFailure:
     tail = read_tail(assignment.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES)
     traceback = redact(last_traceback(tail))  # the agent has the ranks' environment
     error, where = summarise(traceback)

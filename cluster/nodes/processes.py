@@ -4,9 +4,8 @@ Every layer dies with the one above it (actor → agent → ranks). On Linux, PR
 the *thread* that forked ends. Agents also get SIGKILL, because one that waits for peers inside C++ would not
 notice SIGTERM. Processes that escape are found by marks in their environment: run folder, generation, rank.
 
-The system shows a fork's environment as its template was started with it. So a template (template.py) is
-started with placeholders, over which its forks write their marks (`write_mark`). `find` and `ps e` therefore
-see executed and forked processes alike.
+The system shows a fork's environment as its template (template.py) was started with it. So a fork also keeps an
+empty file in memory open whose name is the mark (`write_mark`), and `find` reads the names of open files, too.
 
 On other systems (macOS) nothing binds a process to its parent: after a kill -9 of the command, its ranks
 continue until the next start in the same run folder ends them. `difference_from_linux` says so.
@@ -16,6 +15,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import stat
@@ -34,11 +34,8 @@ MARK_GENERATION = "MOEBIUS_GENERATION"
 PARENT = "MOEBIUS_PARENT_PID"  # which must be alive when the child binds itself
 RANK = "RANK"  # set by torchrun
 
-# Placeholders of marks: present until the mark is written over them.
-TEMPLATE = "MOEBIUS_TEMPLATE"
-_ROOMS = {MARK_GENERATION: TEMPLATE, RANK: "MOEBIUS_ROOM_FOR_RANK"}
+_MARK_FILE = re.compile(rf"/memfd:({MARK_GENERATION}|{RANK})=(\d+)")
 _OWNER = "owner.json"  # in a folder that one process makes and removes
-_DIGITS = 12  # of a mark's value, padded with zeros
 
 IS_LINUX = sys.platform == "linux"
 
@@ -101,35 +98,10 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-def room_for_marks() -> dict[str, str]:
-    """Returns placeholders for the environment of a template whose forks will write marks."""
-    sizes = {room: _size_of_mark(mark, room) for mark, room in _ROOMS.items()}
-    return {room: "-" * (size - len(f"{room}=")) for room, size in sizes.items()}
-
-
 def write_mark(mark: str, value: int) -> None:
-    """Writes a mark over its placeholder in the environment that this process was started with.
-
-    Raises:
-        OSError: there is no placeholder, or the system shows another environment.
-    """
-    room = _ROOMS[mark]
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    address = getenv(room.encode())
-    if address is None:
-        raise OSError(f"there is no room for the mark {mark} in this process's environment")
-    size = _size_of_mark(mark, room)
-    text = f"{mark}=" + str(value).zfill(size - len(f"{mark}="))
-    ctypes.memmove(address - len(f"{room}="), text.encode(), size)
-    os.environ.pop(room, None)
+    """Marks this process, which is a fork, so that `find` and its children see it."""
     os.environ[mark] = str(value)
-    if int(_environment(os.getpid()).get(mark, "-1")) != value:
-        raise OSError(f"the mark {mark} cannot be seen from outside this process")
-
-
-def _size_of_mark(mark: str, room: str) -> int:
-    return max(len(f"{mark}="), len(f"{room}=")) + _DIGITS
+    os.memfd_create(f"{mark}={value}")  # open until this process ends
 
 
 def write_owner(folder: Path, pid: int) -> None:
@@ -165,23 +137,22 @@ def find(
 ) -> dict[int, Mapping[str, str]]:
     """Returns a run's processes on this machine, with their environment.
 
-    Templates belong to no generation, and are returned only if neither filter is given.
+    Templates belong to no generation, and are returned only without a filter.
 
     Args:
         run_dir: absolute, as in the launch.
         generation: only this one.
-        before: only earlier generations.
+        before: or only earlier generations.
     """
     found = {}
     for pid in psutil.pids():
-        environment = _environment(pid)
-        if environment.get(MARK) != run_dir or pid == os.getpid():
+        marks = _environment(pid)
+        if marks.get(MARK) != run_dir or pid == os.getpid():
             continue
-        if TEMPLATE in environment and (generation is not None or before is not None):
-            continue
-        own = int(environment.get(MARK_GENERATION, "0"))
-        if (generation is None or own == generation) and (before is None or own < before):
-            found[pid] = environment
+        marks |= _marks_of_fork(pid)
+        own = int(marks.get(MARK_GENERATION, "-1"))
+        if (generation is None and before is None) or own == generation or 0 <= own < (before or 0):
+            found[pid] = marks
     return found
 
 
@@ -219,6 +190,16 @@ def _environment(pid: int) -> dict[str, str]:
         return psutil.Process(pid).environ()
     except (psutil.Error, OSError):
         return {}  # gone meanwhile, or another user's
+
+
+def _marks_of_fork(pid: int) -> dict[str, str]:
+    marks = {}
+    with suppress(OSError):  # gone meanwhile, or not Linux
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if match := _MARK_FILE.match(os.readlink(descriptor)):
+                    marks[match[1]] = match[2]
+    return marks
 
 
 def _prctl(option: int, value: int) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray._private.state import available_resources_per_node
-from ray._private.state import state as cluster_state
+from ray.autoscaler.v2.schema import NodeInfo
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,6 +34,7 @@ from .node import Address, Node, can_connect
 from .provider import Capacity, NodeHandle, NodeLost, NodesUnavailable
 
 _NODE_ID = "ray.io/node-id"  # Ray's label of a node
+_DRAINING = "DRAINING"  # the state of a node that will be preempted, or is idle
 TOLD_AFTER_S = 10.0  # without the control store
 _RAY_WAITS_S = 60  # for it: RAY_gcs_rpc_server_reconnect_timeout_s
 ADOPT_TIMEOUT_S = 5.0  # for the first answer of a predecessor's node
@@ -215,9 +216,6 @@ class _Bundle:
     def resources(self) -> dict[str, float]:
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
-    def fits(self, node: Mapping[str, Any]) -> bool:
-        return node["Alive"] and self.fits_in(node["Resources"])
-
     def fits_in(self, resources: Mapping[str, float]) -> bool:
         return resources.get("CPU", 0) >= self.cpus and resources.get("GPU", 0) >= self.gpus
 
@@ -247,9 +245,10 @@ class RayNodeProvider:
         """
         host, _, port = self._control_store.rpartition(":")
         now_s = time.monotonic()
-        if can_connect((host, int(port)), timeout_s=2.0):
-            self._capacity, self._heard_at_s = self._ask_capacity(), now_s
-        elif now_s - self._heard_at_s >= TOLD_AFTER_S:
+        with contextlib.suppress(RayError):  # it has just ended
+            if can_connect((host, int(port)), timeout_s=2.0):
+                self._capacity, self._heard_at_s = self._ask_capacity(), now_s
+        if now_s - self._heard_at_s >= TOLD_AFTER_S:
             trouble = (
                 f"the cluster's control store at {self._control_store} does not answer. Ray ends "
                 f"all its processes, including this job's, when it has waited {_RAY_WAITS_S} s; "
@@ -259,25 +258,24 @@ class RayNodeProvider:
         return self._capacity
 
     def _ask_capacity(self) -> Capacity:
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        leaving = _leaving()
-        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)}
-        fitting -= leaving | self._excluded
-        free = {
-            node_id
-            for node_id, resources in available_resources_per_node().items()
-            if self._bundle.fits_in(resources)
-        }
+        alive = self._live_nodes()
+        leaving = {node_id for node_id, node in alive.items() if node.node_status == _DRAINING}
+        usable = alive.keys() - leaving - self._excluded
+        fitting = {one for one in usable if self._bundle.fits_in(alive[one].total_resources())}
+        free = {one for one in fitting if self._bundle.fits_in(alive[one].available_resources())}
         ours = {node.node_id for node in self._nodes if node is not None}
         return Capacity(
-            leaving=tuple(
-                node["NodeManagerAddress"] for node in alive if node["NodeID"] in ours & leaving
-            ),
+            leaving=tuple(alive[one].ip_address for one in ours & leaving),
             could=len(fitting),
-            free=len(fitting & (free | ours | nodes_of(self._group))),
+            free=len(free | fitting & (ours | nodes_of(self._group))),
             what=str(self._bundle),
-            have=", ".join(_spell_node(node) for node in alive),
+            have=", ".join(map(_spell_node, alive.values())),
         )
+
+    def _live_nodes(self) -> dict[str, NodeInfo]:
+        """Returns the cluster's live nodes by their ids, as `ray status` sees them."""
+        status = get_cluster_status(self._control_store)
+        return {str(node.node_id): node for node in (*status.active_nodes, *status.idle_nodes)}
 
     def provide_nodes(
         self, num_nodes: int, while_waiting: Callable[[str], None]
@@ -305,8 +303,12 @@ class RayNodeProvider:
 
     def _holds_unwanted(self) -> bool:
         """Returns whether one of the nodes must be released."""
-        unwanted = _leaving() | self._excluded
-        return any(node is not None and node.node_id in unwanted for node in self._nodes)
+        alive = self._live_nodes()
+        for node in filter(None, self._nodes):
+            is_draining = node.node_id in alive and alive[node.node_id].node_status == _DRAINING
+            if is_draining or node.node_id in self._excluded:
+                return True
+        return False
 
     def adopt_nodes(self) -> Sequence[NodeHandle]:
         """Returns an earlier supervisor's live nodes, which stay reserved."""
@@ -334,7 +336,7 @@ class RayNodeProvider:
         Raises:
             NodesUnavailable: no CPU remains.
         """
-        cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        cpus = ray.cluster_resources().get("CPU", 0)
         left = int(cpus) - len(self._nodes) * self._bundle.cpus
         if left < 1:
             raise NodesUnavailable(
@@ -449,11 +451,6 @@ def _address_of(node_id: str) -> Address:
     return node["NodeManagerAddress"], node["NodeManagerPort"]
 
 
-def _leaving() -> set[str]:
-    """Returns the nodes that Ray is draining: they will be preempted, or are idle."""
-    return set(cluster_state.get_draining_nodes())
-
-
 def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises NodesUnavailable unless all nodes run the same moebius, torch and Python."""
     first = nodes[0]
@@ -471,6 +468,6 @@ def _spell_versions(node: Mapping[str, Any]) -> str:
     return f"{versions} on {node['host']}"
 
 
-def _spell_node(node: Mapping[str, Any]) -> str:
-    has = node["Resources"]
-    return f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs)"
+def _spell_node(node: NodeInfo) -> str:
+    has = node.total_resources()
+    return f"{node.ip_address} ({has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs)"

@@ -39,9 +39,8 @@ from . import agent
 from .template_process import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 
 _AGENTS_NEED = (
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
     f"{agent.__package__}.rendezvous",
-    f"{agent.__package__}.forked_ranks",
+    f"{agent.__package__}.ranks",
 )
 _RANKS_NEED = (
     "moebius.train.__main__",

@@ -159,7 +159,7 @@ class Template:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_ONE_THREAD | environment | processes.room_for_marks(),
+                env=_ONE_THREAD | environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C must reach only the command line
             )

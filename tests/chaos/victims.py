@@ -90,12 +90,16 @@ class Target:
         return [
             pid
             for pid, environment in marks.items()
-            if not {processes.RANK, processes.TEMPLATE} & environment.keys()
+            if processes.RANK not in environment and processes.MARK_GENERATION in environment
         ]
 
     def _templates(self) -> list[int]:
         marks = processes.find(str(self.run_dir))
-        return [pid for pid, environment in marks.items() if processes.TEMPLATE in environment]
+        return [
+            pid
+            for pid, environment in marks.items()
+            if processes.MARK_GENERATION not in environment
+        ]
 
     def _called(self, words: str, *, anywhere: bool = False) -> list[int]:
         found = []

@@ -26,12 +26,14 @@ from jobs import (
 from rich.console import Console
 from small_corpus import sections_of_words, shards_of_words
 from small_model import TINY
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
-from moebius.cluster.nodes import processes, template_process
+from moebius.cluster.nodes import processes, ranks, template_process
 from moebius.cluster.nodes.assignment import AgentReport, Assignment
 from moebius.cluster.nodes.node import Node
+from moebius.cluster.nodes.rendezvous import Meeting, NodeRendezvous
 from moebius.cluster.nodes.template_process import OrderedAgent
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config.run_config import (
@@ -76,7 +78,7 @@ def test_a_forked_agent_is_what_a_program_is(node, tmp_path):
     assert node.kill_rank(1)
     report = wait_for(node.poll, what="the report")
     assert {failure.rank: failure.exit_code for failure in report.failures} == {0: -15, 1: -9}
-    assert "closing signal" in (tmp_path / "logs/g001/node0/agent.log").read_text()
+    assert "sending SIGTERM" in (tmp_path / "logs/g001/node0/agent.log").read_text()
 
     node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=2))
     assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
@@ -117,7 +119,8 @@ def test_a_template_that_still_imports_serves_the_next_generation(tmp_path):
     """On a starved machine the import would never end if each generation began it anew."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     imported = tmp_path / "imported"
-    slowly = {"PYTHONPATH": str(tmp_path), "IMPORTED": str(imported)}
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    slowly = {"PYTHONPATH": path, "IMPORTED": str(imported)}
     launch = fake_launch(tmp_path, "plain=1", "steps=1", environment=slowly)
     node = Node(launch=launch)
     try:
@@ -221,42 +224,17 @@ def test_an_ordered_agent_becomes_a_program_once():
 
 def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
     """For example a stopped rank; torch alone would wait half a minute."""
-    from moebius.cluster.nodes import forked_ranks
-
-    monkeypatch.setattr(forked_ranks, "GRACE_S", 0)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
     rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     os.kill(rank.pid, signal.SIGSTOP)
     stopped = psutil.Process(rank.pid)  # before that SIGTERM would end it
     wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="the stop")
-    ranks: Any = forked_ranks._ForkedRanks.__new__(forked_ranks._ForkedRanks)
-    handler = forked_ranks._Handler(rank.pid)
-    ranks.subprocess_handlers = {0: handler}
-    # without the logs, which torch closes too
-    monkeypatch.setattr(
-        forked_ranks.SubprocessContext, "close", forked_ranks.SubprocessContext._close
-    )
-    agent = forked_ranks.WarmElasticAgent.__new__(forked_ranks.WarmElasticAgent)
-    agent._worker_watchdog = agent._health_check_server = None
-    agent._pcontext = ranks
+    meeting = Meeting("", 0, 1, "127.0.0.1", 0, "", 1.0)
+    spec = WorkerSpec("rank", 1, NodeRendezvous(meeting), entrypoint="rank")
+    agent = ranks.RankAgent(spec, lambda local_rank, variables: rank)
+    agent._ranks = {0: rank}
     agent._shutdown()
-    # ask the handler: if it has waited for the rank, Popen would return 0
-    assert handler.proc.wait(60) == -signal.SIGKILL
-
-
-def test_marks_are_written_where_others_see_them():
-    code = (
-        "from moebius.cluster.nodes import processes as p; p.write_mark(p.RANK, 3); print('seen')"
-    )
-    rooms = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | processes.room_for_marks(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert rooms.stdout == "seen\n", rooms.stderr
-    none = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "no room for the mark RANK" in none.stderr
+    assert rank.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.slow  # 25 s
@@ -307,12 +285,12 @@ def test_nothing_of_forked_ranks_is_left_whoever_is_killed(tmp_path):
                 attempt_of(Launch(str(run_dir), ranks_per_node=2), node, generation=generation)
             )
             wait_for(lambda: len(node.heartbeats()) == 2, what="two ranks that train")
-            ranks = rank_pids(run_dir)
+            living = rank_pids(run_dir)
             [agent] = agent_pids(run_dir)
-            for pid in ranks.values():
+            for pid in living.values():
                 assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
-                assert processes.descendants(agent)[:2] == sorted(ranks.values())
-            pids = {"rank": ranks[1], "agent": agent, "template": template_pids(run_dir)[0]}
+                assert processes.descendants(agent)[:2] == sorted(living.values())
+            pids = {"rank": living[1], "agent": agent, "template": template_pids(run_dir)[0]}
             os.kill(pids[victim], signal.SIGKILL)
             assert not wait_for(node.poll, what="the report").ok
             node.stop()

@@ -98,6 +98,8 @@ def test_the_commands_ask_the_host(fake, moebius):
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert documented == [*record, *(f"nodes[].{key}" for key in record["nodes"][0])]
     assert moebius("cluster", "up", "--simulate", "4").out == shown.out, "it is up"
+    with pytest.raises(JobError, match="a simulated cluster is up: use it"):
+        standing._claim()
     assert moebius("cluster", "down", "--node", "1").out == "killed node 1 with 7 processes\n"
     assert fake.killed == [1]
     refused = moebius("cluster", "down", "--node", "0")
@@ -122,24 +124,13 @@ def test_a_host_is_asked_in_a_line_of_json_and_survives_anything_else(fake):
     assert cluster.ask("status")["runs"] == []
 
 
-def test_only_one_command_starts_a_cluster(state):
+def test_only_one_command_starts_a_cluster_in_a_folder_of_the_users_own(state):
+    state.mkdir(parents=True)
+    state.chmod(0o777)
     folder = standing._claim()
     assert [stat.S_IMODE(each.stat().st_mode) for each in (state, folder)] == [0o700] * 2
     with pytest.raises(JobError, match="another command has been starting this cluster"):
         standing._claim()
-
-
-@pytest.mark.usefixtures("fake")
-def test_a_cluster_that_is_up_is_not_started_again():
-    with pytest.raises(JobError, match="a simulated cluster is up: use it"):
-        standing._claim()
-
-
-def test_a_folder_that_others_can_enter_is_closed(state):
-    state.mkdir(parents=True, mode=0o755)
-    state.chmod(0o777)
-    standing._claim()
-    assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
 def test_what_a_dead_host_left_is_swept(state):
@@ -165,19 +156,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def directory_of_the_killed() -> Path:
-    command = [sys.executable, "-c", LEAVE]
-    left = subprocess.run(command, capture_output=True, text=True, check=False)
-    return Path(left.stdout.strip())
-
-
 def test_the_folder_of_a_cluster_that_was_killed_with_its_command_is_swept():
-    first, own = directory_of_the_killed(), new_directory()
-    assert not first.exists(), "the next cluster does"
-    second = directory_of_the_killed()
-    assert second.exists()
-    assert cluster_if_up() is None
-    assert not second.exists(), "so does every look for a cluster"
+    own = new_directory()
+    for look in (new_directory, cluster_if_up):
+        command = [sys.executable, "-c", LEAVE]
+        killed = subprocess.run(command, capture_output=True, text=True, check=False)
+        left = Path(killed.stdout.strip())
+        assert left.exists()
+        if isinstance(made := look(), Path):
+            shutil.rmtree(made)
+        assert not left.exists()
     assert own.exists(), "a living process's is left alone"
     shutil.rmtree(own)
 
@@ -186,14 +174,9 @@ def test_a_note_never_leads_to_the_removal_of_a_folder_that_is_no_clusters(tmp_p
     precious = tmp_path / "precious"
     precious.mkdir()
     note(precious, os.getpid(), 1.0)
-    assert cluster_if_up() is None
-    assert precious.exists()
-
-
-def test_an_address_without_a_cluster_says_how_to_start_one():
     with pytest.raises(JobError, match="start one with `moebius cluster up --simulate 4`"):
-        with cluster_at("simulated"):
-            pass
+        find_cluster()
+    assert precious.exists()
 
 
 def is_there(pid: int) -> bool:

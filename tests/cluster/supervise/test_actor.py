@@ -249,7 +249,7 @@ def test_a_job_waits_while_others_hold_the_nodes_and_can_be_stopped_meanwhile(tm
 
 def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
     """It reserves all CPUs of both nodes, before an agent is up."""
-    from ray._private.state import available_resources_per_node
+    import ray
 
     from moebius.cluster.nodes.ray_nodes import RayNodeProvider
 
@@ -258,7 +258,7 @@ def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
     try:
         provider._reserve(2, lambda reason: None)
         wait_for(
-            lambda: not any(one.get("CPU") for one in available_resources_per_node().values()),
+            lambda: not ray.available_resources().get("CPU"),
             what="the cluster to say that its CPUs are taken",
         )
         assert provider.capacity().free == 2
