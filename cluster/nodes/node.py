@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,26 @@ class Watchdog:
                 return self._act()
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Holds this node's part of a generation."""
+
+    assignment: Assignment
+    agent: AgentProcess
+    ranks: WatchedRanks
+    watchdog: Watchdog
+
+    def marked(self) -> dict[int, Mapping[str, str]]:
+        """Returns the processes of this node's ranks, with what their marks say."""
+        assignment = self.assignment
+        found = processes.find(assignment.launch.run_dir, generation=assignment.generation)
+        return {
+            pid: marks
+            for pid, marks in found.items()
+            if int(marks.get(processes.RANK, "-1")) in assignment.ranks
+        }
+
+
 class Node:
     """Runs agents on one machine, for the supervisor."""
 
@@ -77,10 +98,7 @@ class Node:
             launch: the job; None: agents and ranks start as programs.
         """
         self._address = address
-        self._assignment: Assignment | None = None
-        self._agent: AgentProcess | None = None
-        self._watchdog: Watchdog | None = None
-        self._ranks: WatchedRanks | None = None
+        self._running: _Part | None = None
         self._warms_for = launch if launch and launch.warm_start and processes.IS_LINUX else None
         self._template: Template | None = None
         self._warm_up()
@@ -126,33 +144,34 @@ class Node:
         processes.end(processes.find(assignment.launch.run_dir, before=assignment.generation))
         assignment.log_dir.mkdir(parents=True, exist_ok=True)
         assignment.save(assignment.log_dir / "assignment.json")
-        self._assignment = assignment
-        self._ranks = WatchedRanks(assignment.heartbeats, assignment.ranks)
-        self._ranks.open(assignment.launch.run_dir)
+        ranks = WatchedRanks(assignment.heartbeats, assignment.ranks)
+        ranks.open(assignment.launch.run_dir)
         self._warm_up()  # the last template may have been killed
         template = self._template
         if template is None:
-            self._agent = _run_agent(assignment)
+            agent = _run_agent(assignment)
         else:
-            self._agent = template.order(
+            agent = template.order(
                 assignment.log_dir,
                 assignment.generation,
                 assignment.secret,
                 otherwise=lambda: _run_agent(assignment, why=template.refusal),
             )
-        self._watchdog = Watchdog(assignment.launch.supervisor_timeout_s, self._agent.kill)
+        watchdog = Watchdog(assignment.launch.supervisor_timeout_s, agent.kill)
+        self._running = _Part(assignment, agent, ranks, watchdog)
+
+    @property
+    def _part(self) -> _Part:
+        assert self._running is not None, "start comes first"
+        return self._running
 
     def poll(self) -> AgentReport | None:
         """Returns the agent's report, or None while the ranks run."""
-        assert self._agent is not None, "start comes first"
-        assert self._assignment is not None
-        if self._watchdog is not None:
-            self._watchdog.reset()
-        code = self._agent.poll()
-        log_dir = self._assignment.log_dir
-        report = AgentReport.load(log_dir) or AgentReport.load(
-            self._assignment.heartbeats, of=log_dir
-        )
+        part = self._part
+        part.watchdog.reset()
+        code, log_dir = part.agent.poll(), part.assignment.log_dir
+        in_memory = part.assignment.heartbeats
+        report = AgentReport.load(log_dir) or AgentReport.load(in_memory, of=log_dir)
         if report is not None:  # the agent's last act; its process may still be ending
             return report
         if code is None:
@@ -166,20 +185,17 @@ class Node:
 
     def heartbeats(self) -> list[RankState]:
         """Returns where the ranks are; a rank that has not begun to train is absent."""
-        assert self._ranks is not None, "start comes first"
-        return self._ranks.look()
+        return self._part.ranks.look()
 
     def gather_evidence(self) -> list[Evidence]:
         """Asks hanging ranks where they are, and writes their answers to logs/g001/stall."""
-        assert self._ranks is not None, "start comes first"
-        assert self._assignment is not None
-        stall_dir = self._assignment.log_dir.parent / "stall"
-        return gather(self._ranks.folder, self._ranks.beats(), stall_dir)
+        part = self._part
+        stall_dir = part.assignment.log_dir.parent / "stall"
+        return gather(part.ranks.folder, part.ranks.beats(), stall_dir)
 
     def starved_s(self) -> float:
         """Returns how long the processes of the start had to wait for a CPU, from template to ranks."""
-        assert self._ranks is not None, "start comes first"
-        return self._ranks.starved_at_start_s()
+        return self._part.ranks.starved_at_start_s()
 
     def running_ranks(self) -> list[int]:
         """Returns the global ranks of this node that are alive."""
@@ -192,22 +208,16 @@ class Node:
 
     def stop(self) -> None:
         """Ends the agent and its ranks, and waits for their end."""
-        if self._agent is None or self._assignment is None:
+        part = self._running
+        if part is None:
             return
-        if self._watchdog is not None:
-            self._watchdog.end()
-        if self._agent.poll() is None:
-            self._agent.kill()  # its ranks are bound to it and follow
-        self._agent.wait()
-        launch, generation = self._assignment.launch, self._assignment.generation
-        found = processes.find(launch.run_dir, generation=generation)
-        ranks = self._assignment.ranks
-        processes.end(
-            pid for pid, marks in found.items() if int(marks.get(processes.RANK, "-1")) in ranks
-        )
-        self._agent = None
-        if self._ranks is not None:
-            self._ranks.close()
+        part.watchdog.end()
+        if part.agent.poll() is None:
+            part.agent.kill()  # its ranks are bound to it and follow
+        part.agent.wait()
+        processes.end(part.marked())
+        self._running = None
+        part.ranks.close()
 
     def end(self) -> None:
         """Ends the agent, its ranks and the template."""
@@ -234,20 +244,13 @@ class Node:
 
     def _runs(self) -> list[int]:
         """Returns the generation and node rank of the running agent; empty if it has ended."""
-        if self._agent is None or self._assignment is None:
+        if self._running is None:
             return []
-        return [self._assignment.generation, self._assignment.node_rank]
+        assignment = self._running.assignment
+        return [assignment.generation, assignment.node_rank]
 
     def _rank_pids(self) -> dict[int, int]:
-        assert self._assignment is not None, "start comes first"
-        launch, generation = self._assignment.launch, self._assignment.generation
-        found = processes.find(launch.run_dir, generation=generation)
-        ranks = {
-            int(marks[processes.RANK]): pid
-            for pid, marks in found.items()
-            if processes.RANK in marks
-        }
-        return {rank: pid for rank, pid in ranks.items() if rank in self._assignment.ranks}
+        return {int(marks[processes.RANK]): pid for pid, marks in self._part.marked().items()}
 
 
 def can_connect(address: Address, *, timeout_s: float = CONNECT_S) -> bool:
