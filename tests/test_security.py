@@ -32,7 +32,6 @@ UNPICKLES = {
 }
 BUILTINS = {"eval", "exec"}  # as calls; `model.eval` is something else
 ALLOWED = {
-    ("distributed/checkpoint/loading.py", "pickle"),  # an exception of torch.load is named by it
     ("distributed/checkpoint/writing.py", "pickle"),  # it writes an index for others, reads none
     ("export/published.py", "pickle"),  # an exception of torch.load is named by it
     ("data_pipeline/make/pools.py", "pickle"),  # an exception is tried before it travels

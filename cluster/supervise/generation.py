@@ -221,18 +221,24 @@ class GenerationWatch:
     def read_metrics(self) -> None:
         """Reads the metrics lines since the last look."""
         for line in self.metrics.read():
-            self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
-            if trouble := describe_trouble(line):
-                self.note(trouble)
-            match line.get("kind"):
-                case "start":
-                    self.owner.clock.take_start(line)
-                case "eval" if self.step is None:
-                    self.owner.clock.take_evaluation(line)
-                case "train":
-                    if self.step is None:
-                        self.log_first_step(line)
-                    self.step = line["step"]
+            # a line that a full disk has cut, or that a person has edited, ends no job
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                self.take_line(line)
+
+    def take_line(self, line: dict) -> None:
+        """Notes what a metrics line tells of the ranks."""
+        self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
+        if trouble := describe_trouble(line):
+            self.note(trouble)
+        match line.get("kind"):
+            case "start":
+                self.owner.clock.take_start(line)
+            case "eval" if self.step is None:
+                self.owner.clock.take_evaluation(line)
+            case "train":
+                if self.step is None:
+                    self.log_first_step(line)
+                self.step = int(line["step"])
 
     def log_first_step(self, line: dict) -> None:
         """Journals the first step, and where the time before it went."""

@@ -90,7 +90,8 @@ def _metrics_since(path: Path, since: float) -> JsonLinesTail:
     tail = JsonLinesTail.near_the_end(path, num_bytes=_NEWEST_BYTES)
     offset = tail.offset
     for line in tail.stream():
-        if line.get("time", 0.0) >= since:
+        written_s = line.get("time")
+        if isinstance(written_s, int | float) and written_s >= since:
             break
         offset = tail.offset
     return JsonLinesTail(path, offset=offset)
