@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE_THE_CORE = ("tests", "benchmarks", "examples", "docs", ".ci")
+BESIDE_THE_CORE = ("tests", "benchmarks", "examples", "docs", ".ci", "satellites")
 COMMANDS = {"prepare", "train", "submit", "status", "logs", "stop", "eval", "plan", "ckpt"}
 SOURCES = (".py", ".cpp", ".css")
 # Modules that say so when what they need is missing (tests/kernels/triton/test_interpreted.py).
@@ -171,7 +171,8 @@ def build_wheel(temporary: Path, name: str) -> Path:
     built = temporary / "built" / (name or "core")
     constraint = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}  # for setuptools in the build
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(built)]
-    run([*build, str(temporary / "source" / name)], temporary, extra=constraint)
+    source = temporary / "source" / (f"satellites/{name}" if name else "")
+    run([*build, str(source)], temporary, extra=constraint)
     (wheel,) = built.glob("*.whl")
     return wheel
 
@@ -192,11 +193,11 @@ def check_contents(wheel: Path, name: str) -> list[str]:
 
 def _place_in_wheel(path: str, name: str) -> str | None:
     """Returns where a wheel holds a tracked file; None if it does not."""
-    folder, *rest = path.split("/")
     if name:
-        in_it = folder == name and rest[0] != "tests"
-        return "/".join([f"moebius_{name}", *rest]) if in_it else None
-    is_aside = folder in (*BESIDE_THE_CORE, *satellites())
+        inside = path.removeprefix(f"satellites/{name}/")
+        in_it = inside != path and not inside.startswith("tests/")
+        return f"moebius_{name}/{inside}" if in_it else None
+    is_aside = path.split("/")[0] in BESIDE_THE_CORE
     return None if is_aside else f"moebius/{path}"
 
 

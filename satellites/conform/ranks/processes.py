@@ -76,6 +76,6 @@ def _path() -> str:
     """
     package = Path(__file__).resolve().parents[1]
     is_installed = package.name == __name__.partition(".")[0]
-    checkout = None if is_installed else package.parent
+    checkout = None if is_installed else package.parents[1]
     entries = [entry or os.getcwd() for entry in sys.path]
     return os.pathsep.join(entry for entry in entries if Path(entry).resolve() != checkout)
