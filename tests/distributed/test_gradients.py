@@ -25,10 +25,10 @@ FOLDED = [
 ]  # ep borrows from a larger dp_shard: blocks of experts exist dp_replicate × efsdp times
 
 
-def gradient(shape, *key):
+def gradient(shape, *key, dtype=torch.float32):
     """The gradient of a (rank, parameter), the same on every call."""
     generator = torch.Generator().manual_seed(hash(key) % 2**31)
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def missing(rank, index):
@@ -36,18 +36,18 @@ def missing(rank, index):
     return index == 3 or (rank + index) % 3 == 0
 
 
-def local_parameters(process, mesh):
+def local_parameters(process, mesh, dtype):
     """This rank's parameters with this rank's gradients. Experts: the block of the ep index."""
     place, block = mesh.coordinates, NUM_EXPERTS // mesh.layout.ep
     dense, experts = [], []
     for index, shape in enumerate(DENSE_SHAPES):
-        dense.append(Parameter(torch.zeros(shape)))
+        dense.append(Parameter(torch.zeros(shape, dtype=dtype)))
         if not missing(process.rank, index):
-            dense[-1].grad = gradient(shape, 0, process.rank, index)
+            dense[-1].grad = gradient(shape, 0, process.rank, index, dtype=dtype)
     for index, (_, *rest) in enumerate(EXPERT_SHAPES):
-        experts.append(Parameter(torch.zeros((block, *rest))))
+        experts.append(Parameter(torch.zeros((block, *rest), dtype=dtype)))
         if not missing(place.expert_replicas, index):
-            full = gradient((NUM_EXPERTS, *rest), 1, place.expert_replicas, index)
+            full = gradient((NUM_EXPERTS, *rest), 1, place.expert_replicas, index, dtype=dtype)
             experts[-1].grad = full[place.ep * block : (place.ep + 1) * block].clone()
     hold_experts(experts, mesh)
     return dense, experts
@@ -71,7 +71,7 @@ def hold_experts(parameters, mesh):
         )
 
 
-def expected(world_size, ep):
+def expected(world_size, ep, dtype):
     """What one process would have: sums over ranks (dense) and over replicas (experts), summed in
     float64.
     """
@@ -80,21 +80,20 @@ def expected(world_size, ep):
     for rank in range(world_size):
         for index, total in enumerate(dense):
             if not missing(rank, index):
-                total += gradient(total.shape, 0, rank, index).double()
+                total += gradient(total.shape, 0, rank, index, dtype=dtype).double()
     for replica in range(world_size // ep):
         for index, total in enumerate(experts):
             if not missing(replica, index):
-                total += gradient(total.shape, 1, replica, index).double()
+                total += gradient(total.shape, 1, replica, index, dtype=dtype).double()
     return dense, experts
 
 
-def reduced(ep, dp_shard):
+def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
     with meshed(ep=ep, dp_shard=dp_shard) as (process, mesh):
-        dense, experts = local_parameters(process, mesh)
-        # several buckets, one too large
-        GradientReducer(dense, experts, mesh, bucket_bytes=64).reduce()
+        dense, experts = local_parameters(process, mesh, dtype)
+        GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
-        norm, sums = clip_gradients([*dense, *experts], mesh, max_norm=0.5)
+        norm, sums = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
         assert sums == ()
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
         return grads, norm, clipped
@@ -124,8 +123,10 @@ def together(results, ep, which):
     ("world_size", "ep", "dp_shard"), [*((*layout, None) for layout in LAYOUTS), *FOLDED]
 )
 def test_sums_norm_and_clipping_equal_one_process(world_size, ep, dp_shard):
-    results = run_ranks(reduced, world_size, ep, dp_shard)
-    dense, experts = expected(world_size, ep)
+    results = run_ranks(
+        reduced, world_size, ep, torch.float32, 64, 0.5, dp_shard
+    )  # 64 bytes: several buckets, one too large
+    dense, experts = expected(world_size, ep, torch.float32)
     found = together(results, ep, 0)
     for mine, true in zip([*found[0], *found[1]], [*dense, *experts], strict=True):
         torch.testing.assert_close(mine.double(), true, rtol=1e-6, atol=1e-6)
@@ -138,6 +139,21 @@ def test_sums_norm_and_clipping_equal_one_process(world_size, ep, dp_shard):
     clipped = together(results, ep, 2)
     for mine, parameter in zip([*clipped[0], *clipped[1]], oracle, strict=True):
         torch.testing.assert_close(mine.double(), parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
+def test_other_precisions_are_summed_in_at_least_float32(dtype, tolerance):
+    results = run_ranks(reduced, 4, 2, dtype, 2**20, 1e9)
+    dense, experts = expected(4, 2, dtype)
+    found = together(results, 2, 0)
+    for mine, true in zip([*found[0], *found[1]], [*dense, *experts], strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)
+    total = torch.cat([part.double().flatten() for part in (*found[0], *found[1])]).norm()
+    assert results[0][1] == pytest.approx(total.item(), rel=1e-6, abs=0)  # 1e9 clips nothing
+    assert all(
+        torch.equal(*pair) for pair in zip(found[0], together(results, 2, 2)[0], strict=True)
+    )
 
 
 def bfloat16_sum():
@@ -157,9 +173,56 @@ def test_bfloat16_gradients_do_not_lose_small_terms():
     assert run_ranks(bfloat16_sum, 4) == [2.0**-9] * 4
 
 
+def train_steps(ep, set_to_none, num_steps):
+    """SGD on a sum over all rows, which are dealt to the ranks: a dense weight, experts, and one
+    weight used once.
+    """
+    with meshed(ep=ep) as (process, mesh):
+        place, block = mesh.coordinates, NUM_EXPERTS // ep
+        dense = Parameter(gradient((6,), 7, dtype=torch.float64))
+        once = Parameter(torch.ones(2, dtype=torch.float64))
+        frozen = Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        experts = Parameter(
+            gradient((NUM_EXPERTS, 6), 8, dtype=torch.float64)[place.ep * block :][:block].clone()
+        )
+        hold_experts([experts], mesh)
+        rows = gradient((8, 6), 9, dtype=torch.float64)
+        mine = rows[
+            process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size
+        ]
+        replica = (
+            8 * ep // process.world_size
+        )  # rows of an ep group: what the all-to-all would bring to its experts
+        served = rows[place.expert_replicas * replica : (place.expert_replicas + 1) * replica]
+        optimizer = torch.optim.SGD([dense, experts, once], lr=0.1)
+        reducer = GradientReducer([dense, once, frozen], [experts], mesh)
+        for step in range(num_steps):
+            ((mine * dense).sin().sum() / 8).backward()
+            ((served @ experts.T).cos().sum() / 8).backward()
+            if step == 0:
+                (once.sum() / process.world_size).backward()
+            reducer.reduce()
+            clip_gradients([dense, once, experts], mesh, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        assert frozen.grad is None
+        return torch.cat([dense, once]).detach(), experts.detach()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_weights_after_steps_equal_one_process(set_to_none):
+    [(dense, experts)] = run_ranks(train_steps, 1, 1, True, 4)
+    for world_size, ep in LAYOUTS[1:]:
+        results = run_ranks(train_steps, world_size, ep, set_to_none, 4)
+        for mine, _ in results:
+            torch.testing.assert_close(mine, dense, rtol=1e-12, atol=1e-12)
+        joined = torch.cat([held for _, held in results[:ep]])
+        torch.testing.assert_close(joined, experts, rtol=1e-12, atol=1e-12)
+
+
 def poisoned(ep, bad_rank, where, value):
     with meshed(ep=ep) as (process, mesh):
-        dense, experts = local_parameters(process, mesh)
+        dense, experts = local_parameters(process, mesh, torch.float32)
         if process.rank == bad_rank:
             tensor = {"dense": dense[1], "experts": experts[1]}[where]
             tensor.grad = torch.full_like(tensor, value)

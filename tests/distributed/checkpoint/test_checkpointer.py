@@ -1,5 +1,6 @@
 """Failing saves, stale generations and damage do no harm; what was saved comes back bit for bit."""
 
+import errno
 import json
 import os
 import pickle
@@ -23,12 +24,14 @@ from world import RankFailed, run_ranks
 from moebius.distributed.checkpoint import checkpointer as checkpoint
 from moebius.distributed.checkpoint import format as checkpoint_files
 from moebius.distributed.checkpoint import loading as checkpoint_loading
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
     CheckpointMeta,
     CorruptCheckpointError,
+    FileSum,
     StaleGenerationError,
     digest_of_sums,
     latest,
@@ -38,7 +41,7 @@ from moebius.distributed.checkpoint.format import (
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.recovery import newest_whole
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
-from moebius.distributed.local_shard import block_shard
+from moebius.distributed.local_shard import LocalShard, Slice, block_shard
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.process.process import Process, start_process
 
@@ -803,3 +806,92 @@ def test_a_manifest_reaches_no_file_outside(saved):
     (saved / "manifest.json").write_text(forged.model_dump_json())
     with pytest.raises(CorruptCheckpointError, match="names files outside of it"):
         load(saved, blank(whole_state()))
+
+
+def test_parameters_that_need_gradients_are_filled(saved):
+    part = {
+        name: torch.nn.Parameter(tensor)
+        for name, tensor in blank(whole_state()).items()
+        if tensor.is_floating_point()
+    }
+    load(saved, part, allow_unexpected=True)
+    assert equal(part, {name: whole_state(50)[name] for name in part})
+
+
+def test_without_a_supervisor_there_is_no_fence(tmp_path):
+    run_ranks(
+        save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"}
+    )
+    assert open_verified(tmp_path / "checkpoints" / "step_00000001").meta.step == 1
+
+
+def test_an_old_one_that_cannot_be_deleted_keeps_no_other_from_it(tmp_path, monkeypatch, caplog):
+    for step in (10, 20, 30):
+        (tmp_path / checkpoint_files.step_name(step)).mkdir()
+    rename = Path.rename
+
+    def busy(path, target):
+        if path.name == "step_00000010":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", busy)
+    CheckpointFolder(tmp_path, 1, 0, None).delete_old(30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000030"]
+    assert "step_00000010 could not be deleted: [Errno 16] Device or resource busy" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
+    def broken(*given):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_files, "_blake2b_of", broken)
+    with pytest.raises(CorruptCheckpointError, match=r"distcp cannot be read: Input/output error"):
+        open_verified(saved)
+    monkeypatch.setattr(Path, "stat", broken)
+    found = checkpoint_files._misfit(saved / "index.json", FileSum(num_bytes=1, blake2b=""))
+    assert found == "cannot be read: Input/output error"
+
+
+def test_a_folder_that_is_gone_does_not_hide_why_a_save_failed(tmp_path):
+    gone = tmp_path / "gone"
+    assert CheckpointFolder(gone, 1, 0, None).what_remains() == (
+        f"{gone} cannot be read any more: No such file or directory"
+    )
+
+
+def test_a_directory_in_the_place_of_a_file_is_told(saved):
+    (saved / "__1_0.distcp").unlink()
+    (saved / "__1_0.distcp").mkdir()
+    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is not a file"):
+        open_verified(saved)
+
+
+def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
+    """Before anything tries to make a tensor of it."""
+    stored = checkpoint_files.open_checkpoint(saved)
+    [chunk] = stored.index.tensors["embed.weight"].chunks
+    os.truncate(saved / chunk.file, chunk.start + chunk.length - 7)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was decoded"))
+    with pytest.raises(
+        CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"
+    ):
+        checkpoint_loading.read_tensor(stored, "embed.weight")
+
+
+def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
+    """Experts that were moved lie one by one."""
+    read, read_chunk = [], checkpoint_loading._read_chunk
+    monkeypatch.setattr(
+        checkpoint_loading, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args)
+    )
+    slices = tuple(Slice((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
+    part = {"experts.w_up": torch.zeros(8, 3, 2)}
+    load(
+        saved,
+        part,
+        {"experts.w_up": LocalShard((8, 3, 2), slices, 1, has_experts=True)},
+        allow_unexpected=True,
+    )
+    assert torch.equal(part["experts.w_up"], whole_state(50)["experts.w_up"].flip(0))
+    assert len(read) == 2

@@ -220,7 +220,7 @@ def test_what_does_not_read_back_is_never_committed(saved):
 # A store that cannot be written ------------------------------------------------------------------
 
 
-def save_on_a_full_disk(directory, mended):
+def save_on_a_full_disk(directory, on_failure, mended):
     """The first save finds no space; the second, if `mended`, does."""
     original = checkpoint_writing.write_synced
 
@@ -228,11 +228,11 @@ def save_on_a_full_disk(directory, mended):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with meshed() as (process, mesh):
-        saver = saver_in(directory, process, mesh, keep_last=3, on_failure="go_on")
+        saver = saver_in(directory, process, mesh, keep_last=3, on_failure=on_failure)
         checkpoint_writing.write_synced = full
         saver.save(40, state_of(40), {}, {"step": 40})
         saver._join()
-        assert not saver.must_stop
+        must_stop = saver.must_stop
         if mended:
             checkpoint_writing.write_synced = original
         said = []
@@ -241,21 +241,36 @@ def save_on_a_full_disk(directory, mended):
                 act()
             except CheckpointError as error:
                 said.append(str(error))
-        return said, [(each.step, each.error is None) for each in saver.poll()]
+        return must_stop, said, [(each.step, each.error is None) for each in saver.poll()]
 
 
 def test_a_run_goes_on_after_a_save_that_failed(saved):
-    for outcome in run_ranks(save_on_a_full_disk, 2, saved, True):
-        assert outcome == ([], [(40, False), (50, True)])
+    for outcome in run_ranks(save_on_a_full_disk, 2, saved, "go_on", True):
+        assert outcome == (False, [], [(40, False), (50, True)])
     assert [each.step for each in list_checkpoints(saved)] == [20, 30, 50]
 
 
 def test_the_last_save_must_not_fail(saved):
-    for said, records in run_ranks(save_on_a_full_disk, 2, saved, False):
+    for must_stop, said, records in run_ranks(save_on_a_full_disk, 2, saved, "go_on", False):
+        assert not must_stop
         assert records == [(40, False), (50, False)]
         (told,) = said
         assert "step 50 was not saved" in told
         assert "No space left on device: " in told
         assert "index.json" in told
         assert "MiB free" in told
+    assert [each.step for each in list_checkpoints(saved)] == STEPS
+
+
+def test_one_that_cannot_be_renamed_keeps_its_name(saved, caplog):
+    gone = DamagedCheckpoint(40, saved / "step_00000040", "why")
+    assert CheckpointFolder(saved, 3, 1, None).set_aside([gone]) == [gone]
+    assert "could not be set aside: No such file" in caplog.text
+
+
+def test_a_run_that_shall_stop_is_told_at_once(saved):
+    for must_stop, said, records in run_ranks(save_on_a_full_disk, 2, saved, "stop", True):
+        assert must_stop
+        assert records == [(40, False)]
+        assert "step 40 was not saved" in said[0]
     assert [each.step for each in list_checkpoints(saved)] == STEPS

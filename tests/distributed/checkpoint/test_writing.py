@@ -13,6 +13,7 @@ import pytest
 from world import RankFailed, run_ranks
 
 from moebius.distributed.checkpoint import atomic_directory as directory
+from moebius.distributed.checkpoint import checkpoint_folder
 from moebius.distributed.checkpoint.atomic_directory import atomic_directory
 from moebius.distributed.checkpoint.format import CheckpointError
 
@@ -174,3 +175,44 @@ def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None
     ):
         write(tmp_path / "out", then=lambda folder: os.fsync(2**20))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_rename_that_fails_for_another_reason_is_told_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match=r"out could not be written: Permission denied"):
+        write(tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_to_nothing_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="exists already"):
+        write(tmp_path / "out")
+
+
+def test_what_belongs_to_another_directory_stays(abandoned: Path) -> None:
+    for name in ("ou", "out.part", "[o]ut"):
+        write(abandoned.with_name(name))
+    assert (abandoned / "file").read_text() == "half"
+
+
+def test_a_folder_without_a_lock_is_somebodys_own(tmp_path: Path) -> None:
+    own = tmp_path / "out.part.tmp"
+    own.mkdir()
+    (own / "precious").touch()
+    with pytest.raises(CheckpointError, match=r"out\.part\.tmp is being written .* or was left"):
+        write(tmp_path / "out")
+    assert os.listdir(own) == ["precious"]
+
+
+def test_what_cannot_be_deleted_is_told_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", lambda path, ignore_errors: None)
+    checkpoint_folder.discard(tmp_path)
+    assert f"{tmp_path} could not be deleted; it is no longer needed" in caplog.text

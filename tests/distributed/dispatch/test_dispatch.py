@@ -125,3 +125,8 @@ def test_known_counts_travel_unasked_and_equal_one_rank_bitwise(world_size: int)
             rows, gates = (each.rows, False), (F32, False)
             assert exchanges[:3] == [rows, gates, rows]
             assert sorted(exchanges[3:], key=str) == sorted([rows, gates, rows], key=str)
+
+
+def test_one_expert_per_rank_on_eight_ranks_is_bitwise_too() -> None:
+    scene = Scene((5, 0, 7, 3, 9, 1, 4, 6))
+    compare_with_one_rank(8, [Passed(scene, dtype, dtype) for dtype in DTYPES])

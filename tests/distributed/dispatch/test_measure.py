@@ -85,3 +85,9 @@ def test_where_no_memory_can_be_shared_auto_is_dedup_and_says_why(what: str, why
         RankFailed, match=r'mesh\.dispatcher="symmetric" cannot run here: .*; use "dedup"'
     ):
         run_ranks(chosen, 2, "symmetric", what)
+
+
+def test_what_is_asked_for_is_not_measured() -> None:
+    assert run_ranks(chosen, 2, "dedup") == [("dedup", False, "")] * 2
+    assert run_ranks(chosen, 2, "symmetric") == [("symmetric", True, "")] * 2
+    assert run_ranks(chosen, 1, "auto") == [("local", False, "")]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moebius.distributed.dispatch.expert_map import ExpertMap, ExpertRange, contiguous_map
 from moebius.distributed.placement.balance_load import (
     load_imbalance,
+    num_copies,
     packed,
     rank_loads,
     rebalanced,
@@ -168,3 +169,19 @@ def test_a_last_copy_whose_ranks_are_taken_makes_room():
 def test_tables_that_cannot_be_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         ExpertMap(*arguments)
+
+
+def test_copies_go_where_a_copy_carries_most():
+    assert num_copies([12, 5, 4, 1], 4, 4) == [1, 1, 1, 1]
+    assert num_copies([12, 5, 4, 1], 7, 4) == [3, 2, 1, 1]  # 12, then 6 before 5, then 5 before 4
+    assert num_copies([100, 1, 1], 6, 2) == [2, 2, 2]  # never more than one per rank
+    assert num_copies([0, 0, 0], 5, 4) == [3, 1, 1]
+
+
+def test_what_is_even_already_stays():
+    expert_map = contiguous_map(6, 3)
+    assert rebalanced(expert_map, [5] * 6) is expert_map
+    assert rebalanced(expert_map, [0] * 6) is expert_map
+    assert rebalanced(expert_map, [5] * 6, replicas=2) is expert_map
+    assert load_imbalance(expert_map, [0] * 6) == 1.0
+    assert rebalanced(contiguous_map(3, 1), [1, 2, 3], replicas=2) == contiguous_map(3, 1)

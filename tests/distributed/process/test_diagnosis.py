@@ -265,3 +265,110 @@ def test_positions_tell_the_last_collective_of_each_group_and_the_oldest_that_ha
     assert (world["issued"], world["pending"]) == (4, [3, "all_reduce", "2 × 3"])
     assert (ep["issued"], ep["pending"], ep["description"]) == (2, None, "mesh_ep")
     assert world["members"] == [0, 1]
+
+
+class GoneStore:
+    """The store of a run that has ended."""
+
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+    def check(self, keys):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def async_sums(mesh):
+    """Many sums are under way when one of them is never joined: the oldest is named, not the
+    newest.
+    """
+    if mesh.rank == 0:
+        sums = [
+            dist.all_reduce(torch.zeros(1), group=mesh.world_group, async_op=True) for _ in range(5)
+        ]
+        for work in sums:
+            assert work is not None
+            work.wait()
+    else:
+        dist.all_reduce(torch.zeros(1), group=mesh.world_group)
+        dist.all_reduce(torch.zeros(1), group=mesh.world_group)
+        time.sleep(TIMEOUT_S + 1)
+
+
+class SilentStore:
+    """A store in which another rank asked first, and found nothing."""
+
+    def add(self, key, amount):
+        return 2
+
+    def wait(self, keys, timeout):
+        raise dist.DistStoreError("wait timeout")
+
+
+def one_calls_another(mesh):
+    dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
+    if mesh.rank == 1:
+        dist.broadcast(torch.zeros(7), 0, group=mesh.ep_group)
+        time.sleep(TIMEOUT_S + 1)
+    else:
+        dist.all_reduce(torch.zeros(3), group=mesh.ep_group)
+        dist.all_reduce(torch.zeros(3), group=mesh.ep_group)
+
+
+def test_the_oldest_of_several_open_collectives_is_named():
+    (text, _), _ = run_ranks(told, 2, async_sums, timeout_s=20)
+    assert text.startswith("all_reduce no. 3 of group 'world'")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms", True),
+        ("Application timeout caused pair closure", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp, unhandled system error", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_which_errors_are_of_a_collective(text, expected):
+    assert diagnosis.is_of_a_collective(text) is expected
+
+
+def test_a_rank_that_calls_another_operation_is_named():
+    texts = [text for text, _ in run_ranks(told, 2, one_calls_another, timeout_s=20)]
+    assert any(
+        "no. 2 of group 'ep of ranks 0-1'" in text and "came with" in text and "instead" in text
+        for text in texts
+    )
+
+
+def test_uneven_all_to_alls_are_alike():
+    reports = {
+        rank: RankReport([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)
+    }
+    assert find_blocked(0, reports, {"g": [0, 1]}) is None
+
+
+def test_a_rank_that_cannot_tell_why_it_ends_says_so_in_its_log(caplog):
+    diagnosis.report_exception(GoneStore(), 3, ValueError("no"))  # pyright: ignore[reportArgumentType]
+    assert "rank 3 could not report to the others why it ends: Broken pipe" in caplog.text
+
+
+def test_a_rank_whose_store_ends_before_it_asks_nobody_any_more(caplog, monkeypatch):
+    """The store is rank 0's, which may be done first: that is no error of the others."""
+    monkeypatch.setattr(diagnosis, "_own_connection", lambda store: store)
+    monkeypatch.setattr(diagnosis, "_LOOK_S", 0.01)
+    with caplog.at_level("DEBUG", diagnosis.__name__):
+        reporter = diagnosis.Reporter(GoneStore(), 3)  # pyright: ignore[reportArgumentType]
+        reporter._thread.join(10)
+        reporter.stop()
+    assert "the store is gone, so the run has ended: Broken pipe" in caplog.text
+
+
+def test_where_the_first_rank_found_no_cause_the_others_say_that():
+    said = diagnosis._collect(SilentStore(), 1, 4, [call(3)])  # pyright: ignore[reportArgumentType]
+    assert "all_reduce no. 3" in said
+    assert said.endswith("did not complete, and the rank that asked first found no cause")
+
+
+def test_a_rank_that_was_never_seen_in_a_collective():
+    reports = {0: RankReport([call(1, age_s=9.9)]), 1: RankReport([])}
+    assert "rank 1 has called no collective yet" in describe_blocked(blocked_by(reports), reports)

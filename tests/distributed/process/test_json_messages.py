@@ -45,3 +45,27 @@ def test_a_size_beyond_the_bound_is_refused_before_memory_is_taken():
     for size in (json_messages.MAX_BYTES + 1, 1 << 60, 0, -5):
         said, _ = run_ranks(announce, 2, size)
         assert f"rank 1 of group 'default_pg' announced a message of {size} bytes" in said
+
+
+def send_no_json():
+    with start_process("cpu", timeout_s=20) as process:
+        if process.rank == 1:  # what the object collectives would have unpickled
+            real, json_messages._encoded = json_messages._encoded, lambda value: value
+            try:
+                return str(
+                    all_gather_json(
+                        torch.frombuffer(bytearray(b"cos\n."), dtype=torch.uint8), world()
+                    )
+                )
+            except ValueError as error:
+                return str(error)
+            finally:
+                json_messages._encoded = real
+        try:
+            all_gather_json("mine", world())
+        except ValueError as error:
+            return str(error)
+
+
+def test_what_is_no_json_is_an_error_on_every_rank():
+    assert all("Expecting value" in said for said in run_ranks(send_no_json, 2))

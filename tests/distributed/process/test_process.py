@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import wait_for
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from world import run_ranks
 
@@ -21,8 +23,9 @@ from moebius.distributed.process.process import (
     Process,
     start_process,
     stop_process,
+    store_prefix,
 )
-from moebius.distributed.process.store import bind, loopback_interface
+from moebius.distributed.process.store import bind, is_loopback, loopback_interface
 
 
 def restart_after(death):
@@ -266,3 +269,45 @@ def test_the_device_is_chosen_for_the_whole_node_or_refused(
         return
     with pytest.raises(ValueError, match=chosen):
         process_module._choose_device(wanted, place)
+
+
+def never_start(folder: Path):
+    if os.environ["RANK"] == "1":
+        return "never"
+    (folder / os.environ["RANK"]).touch()
+    wait_for(lambda: len(list(folder.iterdir())) == 2, what="the other rank")
+    try:
+        start_process("cpu", timeout_s=3)
+    except AgreementError as error:
+        return str(error)
+
+
+def test_the_prefix_tells_generations_and_attempts_apart():
+    prefixes = {
+        store_prefix({}),
+        store_prefix({"MOEBIUS_GENERATION": "1"}),
+        store_prefix({"TORCHELASTIC_RESTART_COUNT": "1"}),
+        store_prefix({"MOEBIUS_GENERATION": "1", "TORCHELASTIC_RESTART_COUNT": "1"}),
+    }
+    assert len(prefixes) == 4
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path):
+    first, _, third = run_ranks(never_start, 3, tmp_path)
+    assert first == third
+    assert first.startswith("rank 1 of 3 did not come within 3 s to compare the start")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("localhost", False)],
+)
+def test_which_addresses_only_this_machine_reaches(address, expected):
+    assert is_loopback(address) is expected
+
+
+def test_a_port_that_is_taken_is_no_foreign_address():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use"):
+            serve("127.0.0.1", port)
