@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,22 @@ def test_what_the_system_says_becomes_advice(tmp_path, monkeypatch, number, mess
         with atomic_write(tmp_path / "a") as file:
             file.write(b"new")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_any_flipped_bit_is_found(chain, number):
+    path = chain / manifest_name(number)
+    intact = path.read_bytes()
+    rng = random.Random(number)
+    for position in sorted(rng.sample(range(len(intact)), 120)):
+        flipped = intact[position] ^ (1 << rng.randrange(8))
+        path.write_bytes(intact[:position] + bytes([flipped]) + intact[position + 1 :])
+        with pytest.raises(ShardError, match=rf"{manifest_name(number)} is damaged"):
+            read_manifest(chain)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"3", b"null", b"[" * 10**6, b'{"a":\xff}'])
+def test_what_is_no_manifest_is_refused(chain, content):
+    (chain / manifest_name(1)).write_bytes(content)
+    with pytest.raises(ShardError, match=r"manifest-000001.json is damaged"):
+        read_manifest(chain)

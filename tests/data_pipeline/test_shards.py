@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.manifest import ShardEntry
-from moebius.data_pipeline.read.token_store import TokenStore, shard_schema
+from moebius.data_pipeline.manifest import ShardEntry, read_manifest
+from moebius.data_pipeline.read.token_store import TokenStore, shard_schema, verify_shard
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument
 
 
@@ -106,3 +106,15 @@ def test_a_shard_truncated_while_it_is_open_is_found(copy):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ShardError, match=r"the file ends after \d+ of \d+ bytes"):
         store.read(store.num_batches - 1)
+
+
+def test_a_flipped_byte_in_an_index_is_found_on_opening_and_on_verification(copy):
+    entry = read_manifest(copy).of("train")[1]
+    path = copy / entry.index_name
+    intact = path.read_bytes()
+    for position in range(0, len(intact), len(intact) // 50):
+        path.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+        with pytest.raises(ShardError, match=r"text.train-00001.idx.arrow is damaged"):
+            TokenStore(copy, "text", 0, "train")
+        with pytest.raises(ShardError, match=r"idx.arrow has blake2b .* the manifest says"):
+            verify_shard(copy, entry)

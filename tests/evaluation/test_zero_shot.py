@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import zstandard
 from bytes_run import train_bytes
 from small_model import TINY
 
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.evaluation.scoring import Scorer
 
 ARC = [
@@ -237,3 +240,29 @@ def test_a_mixture_is_drawn_several_times(
     answer = evaluate(*asked)
     assert re.search(r"perplexity \S+ ± \S+ \(draws ± \S+\)", answer.text), answer.text
     assert "3 draws from seed 0" in answer.text
+
+
+def test_a_packed_file_that_ends_too_early(bytes_run: Path, data: Path, evaluate: Command) -> None:
+    path = data / "piqa.jsonl.zst"
+    path.write_bytes(path.read_bytes()[:-5])
+    answer = evaluate(bytes_run, "--tasks", "piqa")
+    assert answer.code == 2
+    assert "piqa.jsonl.zst" in answer.text
+
+
+def test_a_folder_that_was_prepared_for_another_vocabulary(
+    bytes_run: Path, tmp_path: Path, evaluate: Command
+) -> None:
+    words = " ".join(f"word{n} other{n * 7}" for n in range(900))
+    (tmp_path / "text.txt").write_text(words, encoding="utf-8")
+    text = (str(tmp_path / "text.txt"),)
+    other = PrepareConfig(input=text, tokenizer="bpe", vocab_size=400, validation_fraction=0.2)
+    prepare(other, tmp_path / "shards")
+    shutil.copytree(bytes_run, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["data"]["directory"] = str(tmp_path / "shards")
+    path.write_text(json.dumps(config))
+    answer = evaluate(tmp_path / "run", "--tasks", "piqa")
+    assert answer.code == 2
+    assert "was prepared with another tokenizer (" in answer.text

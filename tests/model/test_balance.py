@@ -175,3 +175,27 @@ def test_loads_count_routes_and_gates() -> None:
     assert report.gate_sum.item() == 5.0
     torch.testing.assert_close(report.sums["probability"].sum(), torch.tensor(10.0))
     assert report.sums["load"].sum(1).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
+def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: str) -> None:
+    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all
+    probability (k = 1).
+    """
+    experts = 6
+    rotated = torch.eye(experts).repeat(
+        4, 1
+    )  # every expert first equally often; the topk of ties is spread below
+    logits = torch.stack(
+        [0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k)]
+    ).sum(0)
+    even = choice_sums(routing(logits[:, None], top_k), 2)
+    value = balance_value(even, "load", scope, RunningSum()).mean()
+    torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)
+    if top_k == 1:
+        collapsed = torch.zeros(8, 1, experts).index_fill(2, torch.tensor([0]), 50.0)
+        value = balance_value(
+            choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()
+        ).mean()
+        torch.testing.assert_close(value, torch.tensor(float(experts)))

@@ -182,3 +182,17 @@ def test_a_model_gives_the_loss_of_its_own_logits(name: str, dtype: torch.dtype)
         assert (mine is None) == (other is None)
         if mine is not None and other is not None:
             assert (mine - other).norm() <= tolerance * other.norm()
+
+
+def test_gradients_by_differences() -> None:
+    x, weight, bias = operands()
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: head_loss(x, weight, bias, targets(), rows=5), (x, weight, bias)
+    )
+    [grad] = torch.autograd.grad(
+        head_loss(x, weight, bias, targets()).square(), x, create_graph=True
+    )
+    with pytest.raises(
+        RuntimeError, match="once_differentiable"
+    ):  # and no second derivative without its terms
+        grad.sum().backward()

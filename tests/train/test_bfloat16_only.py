@@ -16,6 +16,7 @@ from moebius.cli.main import main
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.export.hf.model_folder import export_to_hf
+from moebius.model.layers import LayerNorm, router_logits
 from moebius.planning.simulation.calls import ranks_of
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.evaluate import evaluate
@@ -141,3 +142,25 @@ def test_the_planner_and_the_simulator_refuse_it(
     assert "bfloat16_only" in capsys.readouterr().err
     with pytest.raises(ValueError, match="bfloat16_only"):
         ranks_of(config_of(data, "switch"), None, None)
+
+
+def test_routers_and_norms_compute_in_what_their_weights_are_stored_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_ED = (
+        torch.randn(64, 32, generator=generator),
+        torch.randn(8, 32, generator=generator),
+    )
+    stored_ED = weight_ED.bfloat16()
+    rough_TE = router_logits(x_TD, stored_ED)
+    assert rough_TE.dtype == torch.float32
+    assert torch.equal(rough_TE, (x_TD.bfloat16() @ stored_ED.T).float())
+    assert not torch.equal(rough_TE, x_TD @ stored_ED.float().T)
+    # Mixed precision: a float32 weight decides in float32, whatever the rows are.
+    low_TD = x_TD.bfloat16()
+    assert torch.equal(router_logits(low_TD, weight_ED), low_TD.float() @ weight_ED.T)
+    norm = LayerNorm(32)
+    with torch.no_grad():
+        norm.get_parameter("weight").fill_(1.0)
+        norm.get_parameter("bias").zero_()
+    assert norm(low_TD).dtype == torch.float32
+    assert norm.bfloat16()(x_TD).dtype == torch.bfloat16

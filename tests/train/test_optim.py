@@ -13,6 +13,7 @@ from moebius.train.optim import (
     set_rates,
 )
 from moebius.train.recipes.smoke import RECIPES
+from moebius.train.state import allocate_moments, state_tensors
 
 
 def test_the_published_rates() -> None:
@@ -131,3 +132,32 @@ def test_experts_are_updated_alike_in_any_slot_and_by_any_thread(
     whole = updated([bank], 3)
     assert torch.equal(whole, updated(list(bank.split(1)), 1))
     assert torch.equal(whole, updated([bank[:7], bank[7:60], bank[60:]], 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
+    """GPUs use it; here it runs on a CPU, resumed in the middle like a checkpoint."""
+    config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
+    found = []
+    for fused in (False, True):
+        model = tiny_model("moeut", dtype=dtype)
+        optimizer = make_optimizer(config, model.named_parameters(), fused=fused)
+        allocate_moments(model, optimizer, 0)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = noise.to(parameter.dtype)
+            if step == 2:
+                saved, _ = state_tensors(model, optimizer)
+                saved = {name: tensor.clone() for name, tensor in saved.items()}
+                optimizer = make_optimizer(config, model.named_parameters(), fused=fused)
+                allocate_moments(model, optimizer, step)
+                for name, tensor in state_tensors(model, optimizer)[0].items():
+                    tensor.copy_(saved[name])
+            optimizer.step()
+        found.append(state_tensors(model, optimizer)[0])
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for name, expected in found[0].items():
+        error = (found[1][name].double() - expected.double()).norm()
+        assert error <= tolerance * expected.double().norm(), name

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moebius.model.execution.draws import Draws
 from moebius.model.execution.recompute import Recompute
+from moebius.model.initialise import zeros
+from moebius.model.routers.sut import SutConfig, SutRouter
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.family import FAMILY
 from moebius.train.state import seed_micro_batch
@@ -177,3 +179,14 @@ def test_numbers_are_uniform_and_independent() -> None:
     neighbors = torch.cat((rows, rows.roll(1, 1)))  # of the same sequence, and of others
     off = torch.corrcoef(neighbors) - torch.eye(16)
     assert off.abs().max() < 5 * 2**-8
+
+
+def test_sampled_experts_follow_their_probabilities() -> None:
+    """The first of two drawn is expert e with probability p_e, and no expert is drawn twice."""
+    router = SutRouter(SutConfig(top_k=2, sampled=2), 1, 4, init=zeros)
+    p_E = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    torch.manual_seed(0)
+    chosen_TK = router._chosen(p_E.expand(40_000, 4))
+    assert (chosen_TK[:, 0] != chosen_TK[:, 1]).all()
+    shares = chosen_TK[:, 0].bincount(minlength=4) / len(chosen_TK)
+    assert (shares - p_E).abs().max() < 5 * 0.5 * 40_000**-0.5

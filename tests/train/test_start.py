@@ -116,3 +116,7 @@ def test_a_rank_is_started_with_the_folder_of_its_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["train"])
     with pytest.raises(SystemExit, match=r"usage: python -m moebius.train RUN_DIR"):
         rank_main()
+
+
+def test_ranks_that_agree_are_assembled(tmp_path: Path) -> None:
+    assert run_ranks(assembled, 2, tmp_path, "nothing") == ["assembled"] * 2

@@ -25,6 +25,7 @@ from token_stream import documents_of, tokens_of
 
 from moebius.data_pipeline.errors import InputError, PrepareError
 from moebius.data_pipeline.files import TEMPORARY
+from moebius.data_pipeline.make import vocabulary
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import look_ahead, prepare
 from moebius.data_pipeline.make.units import PrepareProgress
@@ -530,3 +531,18 @@ def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch
     both = config.model_copy(update={"input": ("embedded", str(tmp_path / "text.txt"))})
     with pytest.raises(RuntimeError, match="asked"):
         prepare(both, tmp_path / "both", pool=Refusing())
+
+
+def test_the_tokenizer_is_trained_on_a_sample(config, tmp_path, monkeypatch):
+    sizes = []
+
+    def spying(function, item):
+        if function.__name__ == "train_task":
+            samples = item.directory.rglob("*.sample.jsonl")
+            lines = [line for path in samples for line in path.read_text().splitlines()]
+            sizes.append(sum(len(json.loads(line).encode()) for line in lines))
+
+    pool = Meddling(spying)
+    monkeypatch.setattr(vocabulary, "SAMPLE_BYTES", 5000)
+    prepare(config, tmp_path / "d", pool=pool)
+    assert 5000 <= sizes[0] < 5000 + 3 * 1500  # at most one more document per file

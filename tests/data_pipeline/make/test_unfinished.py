@@ -16,13 +16,19 @@ from moebius.data_pipeline.make.tasks import UNFINISHED
 from moebius.data_pipeline.make.unfinished import (
     LOCK,
     QUARANTINED,
+    Quarantined,
     begin,
     claimed,
     clear,
+    read_quarantined,
+    write_quarantined,
 )
 from moebius.data_pipeline.make.units import Unit
 from moebius.data_pipeline.manifest import (
+    QuarantinedSplit,
+    index_name,
     manifest_name,
+    shard_name,
 )
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.documents import InputSplit
@@ -147,3 +153,18 @@ def test_a_record_that_was_damaged_was_never_written(tmp_path):
     for other in (b"", b"[]", b"3", b"null", b"{}", b"[" * 10**5, b"\xff", intact[:-1]):
         path.write_bytes(other)
         assert read_record(path) is None
+
+
+def test_what_is_given_up_leaves_no_shard_and_says_why(tmp_path):
+    (tmp_path / UNFINISHED).mkdir()
+    names = [shard_name("text", side, 3) for side in ("train", "validation")]
+    for name in [*names, *map(index_name, names), "text.train-00002.tok.arrow"]:
+        (tmp_path / name).write_text("half of it")
+    split = QuarantinedSplit(source="text", input=UNIT.label, error="KeyError: 'x'")
+    assert read_quarantined(tmp_path, UNIT) is None
+    write_quarantined(tmp_path, UNIT, Quarantined("scan", split), "Traceback \ud800 …")
+    assert read_quarantined(tmp_path, UNIT) == Quarantined("scan", split)
+    assert read_quarantined(tmp_path, Unit("text", 2, UNIT.splits)) is None
+    account = (tmp_path / QUARANTINED / "text-00003.txt").read_text()
+    assert account.startswith("/a.txt[0:9] was left out in stage 'scan'\n\nTraceback \\ud800")
+    assert [path.name for path in tmp_path.glob("*.arrow")] == ["text.train-00002.tok.arrow"]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,3 +120,10 @@ def test_the_sample_is_of_no_validation_and_of_so_many_units_at_most(monkeypatch
     assert sorted(shares) == [3, 7, 11, 15, 19]  # spread over all units
     assert set(shares.values()) == {20}
     assert sample_shares(units({"v": [9]}, "validation"), 100) == {}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_equal_sources_take_turns_in_the_order_of_the_configuration(order):
+    names = "ab"[::order]
+    found = interleaved(units({name: [10, 10, 10] for name in names}))
+    assert [unit.source for unit in found] == list(names * 3)

@@ -188,3 +188,10 @@ def test_permutations_equal_the_slow_loop(size, key, number):
 def test_a_key_depends_on_every_part_and_their_order():
     keys = {derive_key(*parts) for parts in [(1, 2), (2, 1), (12,), ("1", "2", ""), (1, 2, 0)]}
     assert len(keys) == 5
+
+
+def test_seeds_order_the_blocks_differently_and_change_no_count():
+    one = make((0, {"a": 0.5, "b": 0.5}), seed=1).rows_at(0, 2560)[0]
+    two = make((0, {"a": 0.5, "b": 0.5}), seed=2).rows_at(0, 2560)[0]
+    assert 0.4 < (one == two).mean() < 0.6
+    assert one.sum() == two.sum() == 1280

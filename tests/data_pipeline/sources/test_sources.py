@@ -485,3 +485,30 @@ def test_a_file_may_have_a_name_that_is_no_unicode(tmp_path):
     name = os.fsdecode(b"caf\xe9.jsonl")
     (tmp_path / name).write_bytes(_lines(["x"]))
     assert _read(tmp_path) == (["x"], [r"caf\udce9.jsonl"], 1)
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_compressed_text_file_is_the_same_text(tmp_path, ending):
+    content = "".join(f"Paragraph {n}.\n\n" for n in range(2000)).encode()
+    compress = gzip.compress if ending == "gz" else zstandard.compress
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / f"b.txt.{ending}").write_bytes(compress(content[:999]) + compress(content[999:]))
+    assert _read(tmp_path / f"b.txt.{ending}")[0] == _read(tmp_path / "a.txt")[0]
+
+
+def test_an_unreadable_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}')
+    config = PrepareConfig(input=(str(path),))
+    (split,) = plan_splits(config)
+
+    def denied(*arguments, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(
+        type(fsspec.filesystem("file")), "open", denied
+    )  # chmod would not stop root
+    with pytest.raises(
+        InputError, match=r"a.jsonl cannot be read \(Permission denied\): check the name, and that"
+    ):
+        list(read_documents(split, config.all_sources[0]))

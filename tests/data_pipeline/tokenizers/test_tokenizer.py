@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.errors import ShardError
+from moebius.data_pipeline.read.token_store import token_dtype
 from moebius.data_pipeline.tokenizers.huggingface import train_bpe
 from moebius.data_pipeline.tokenizers.interface import (
     END_OF_DOCUMENT,
@@ -111,3 +112,15 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content):
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(ShardError, match=r"tokenizer.json does not exist"):
         load_tokenizer(tmp_path)
+
+
+@BOTH
+def test_odd_strings_come_back_exactly(tokenizer):
+    for text, ids in zip(ODD, tokenizer.encode_batch(ODD), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_document_id not in ids
+
+
+def test_token_width():
+    assert token_dtype(65536) == np.uint16
+    assert token_dtype(65537) == np.uint32
