@@ -453,17 +453,19 @@ def export(
     folder: str | PathLike[str],
     *,
     step: int | None = None,
+    layout: Literal["hf", "safetensors"] = "hf",
     dtype: Literal["fp32", "bf16"] = "fp32",
     with_tokenizer: bool = True,
 ) -> str:
-    """Writes a checkpoint as a folder that transformers loads, like `moebius ckpt export`.
+    """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
 
     Args:
         path: a run folder, or one of its checkpoints.
         folder: does not exist yet.
         step: the checkpoint's step; default: the newest.
+        layout: "hf" for a folder that transformers loads; "safetensors" for the weights alone.
         dtype: of weights that enter matrix products.
-        with_tokenizer: False omits the tokenizer.
+        with_tokenizer: False omits the tokenizer from "hf".
 
     Returns:
         What was written, in words.
@@ -472,10 +474,10 @@ def export(
         ValueError: the checkpoint cannot be read, transformers could not run the model as trained,
             or `folder` exists.
     """
-    from .export.hf.model_folder import export_to_hf
+    from .export.hf.model_folder import export as write
 
-    checkpoint = find_checkpoint(Path(path), step)
-    return str(export_to_hf(checkpoint, Path(folder), dtype=dtype, with_tokenizer=with_tokenizer))
+    checkpoint, out = find_checkpoint(Path(path), step), Path(folder)
+    return str(write(checkpoint, out, layout=layout, dtype=dtype, with_tokenizer=with_tokenizer))
 
 
 def _placed(config: Config, run_dir: str | PathLike[str]) -> tuple[Config, Path]:

@@ -86,7 +86,7 @@ def _add_export(actions: Commands) -> None:
         actions,
         "export",
         _export,
-        "write a checkpoint as a folder for Hugging Face transformers",
+        "write a checkpoint's weights for Hugging Face transformers, or for other programs",
         examples=[
             "ckpt export runs/mine --out exported --dtype bf16",
             "ckpt export runs/mine --out exported --no-tokenizer",
@@ -102,30 +102,28 @@ def _add_export(actions: Commands) -> None:
     )
     parser.add_argument(
         "--format",
+        choices=["hf", "safetensors"],
         default="hf",
-        metavar="FORMAT",
-        help="hf: weights, code, tokenizer and model card, for AutoModelForCausalLM",
+        help="hf: weights, code, tokenizer and model card, for AutoModelForCausalLM; safetensors: "
+        "weights and configuration, of any model",
     )
     parser.add_argument(
         "--no-tokenizer",
         action="store_true",
-        help="omit the tokenizer",
+        help="with hf: omit the tokenizer",
     )
 
 
 def _export(options: argparse.Namespace) -> int:
     from ...distributed.checkpoint.format import find_checkpoint
-    from ...export.hf.model_folder import export_to_hf
+    from ...export.hf.model_folder import export
     from ..console import progress_bars
 
-    if options.format != "hf":
-        raise ValueError(
-            f"--format {options.format}: only hf is written, a folder whose weights are safetensors"
-        )
     with progress_bars() as start_progress:
-        exported = export_to_hf(
+        exported = export(
             find_checkpoint(options.path, options.step),
             options.out,
+            layout=options.format,
             dtype=options.dtype,
             with_tokenizer=not options.no_tokenizer,
             start_progress=start_progress,

@@ -9,7 +9,7 @@ both in evaluation can be exported this way.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from .card import make_card
 from .tokenizer import tokenizer_files
 
 _SAMPLE_ROWS = 64
+Layout = Literal["hf", "safetensors"]
 CODE = (
     "configuration_moebius.py",
     "experts_moebius.py",
@@ -75,19 +76,21 @@ class Exported:
         return f"weights of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
 
 
-def export_to_hf(
+def export(
     source: Path,
     out: Path,
     *,
+    layout: Layout = "hf",
     dtype: Precision = "fp32",
     max_file_bytes: int = 5 * 10**9,
     with_tokenizer: bool = True,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> Exported:
-    """Writes the model of the checkpoint `source`, and router state without gradients, as a Hugging
-    Face folder `out`.
+    """Writes the model of the checkpoint `source`, and router state without gradients, as the folder
+    `out`.
 
-    `out` appears whole and verified, or not at all.
+    `out` appears whole and verified, or not at all. "hf" is a folder that transformers loads,
+    "safetensors" only the weights and the model's configuration, of any model.
 
     Args:
         source: the checkpoint; its run folder provides the card's figures.
@@ -103,19 +106,25 @@ def export_to_hf(
     refuse_existing(out)
     stored = open_checkpoint(source)
     config = config_of(stored)
-    check_promises(config.model)
-    tokenizer, words = (
-        _tokenizer_of(config, stored) if with_tokenizer else (None, "no tokenizer, as requested")
-    )
-    texts = {}
+    tokenizer, words, texts = None, "no tokenizer, as requested", {}
+    if layout == "safetensors":
+        words = "no code and no tokenizer: other programs read the weights by their keys"
+    else:
+        check_promises(config.model)
+        if with_tokenizer:
+            tokenizer, words = _tokenizer_of(config, stored)
     if tokenizer is not None:
         texts = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
     plan = plan_files(stored, config, dtype, max_file_bytes)
     # last, because it can take an hour
     size = sum(file.num_bytes for file in stored.manifest.files.values())
     stored = open_verified(source, start_progress("checking the checkpoint", size))
-    texts |= _model_files(stored, config, dtype, tokenizer)
-    texts["README.md"] = make_card(stored, config, words)
+    if layout == "safetensors":
+        values = {"step": stored.meta.step, "model": config.model.model_dump(mode="json")}
+        texts["config.json"] = json.dumps(values, indent=2) + "\n"
+    else:
+        texts |= _model_files(stored, config, dtype, tokenizer)
+        texts["README.md"] = make_card(stored, config, words)
     with atomic_directory(out, needed_bytes=num_bytes_of(plan)) as folder:
         write_weights(stored, plan, folder, start_progress)
         for name, text in texts.items():
@@ -175,7 +184,7 @@ def check_promises(model: ModelConfig) -> None:
     if own := [f"{key}={name!r}" for key, name in parts.items() if is_own(name)]:
         raise ConfigError(
             f"{' and '.join(own)} cannot be exported to Hugging Face, because the folder holds only "
-            "moebius' own code; use moebius itself (`moebius eval`, `generate`)"
+            "moebius' own code; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
         )
     promises = model.evaluation_promises
     broken = []
@@ -196,7 +205,7 @@ def check_promises(model: ModelConfig) -> None:
     raise ConfigError(
         f"router.kind={model.experts.router.kind!r} as configured cannot be exported to Hugging "
         f"Face: {' and '.join(broken)}{advice}. transformers' padding, batching and caching would "
-        "change its outputs; use moebius itself (`moebius eval`, `generate`)"
+        "change its outputs; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
     )
 
 

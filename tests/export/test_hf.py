@@ -35,7 +35,7 @@ from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from moebius.evaluation.generate import generate
-from moebius.export.hf.model_folder import CODE, check_promises, export_to_hf
+from moebius.export.hf.model_folder import CODE, check_promises, export
 from moebius.export.hf.tokenizer import tokenizer_files
 from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
@@ -131,9 +131,9 @@ def folders(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ALL:
         data = str(text_data) if name == "moeut" else "nowhere"
         run = make_run(runs / name, model_for(name), data=data)
-        export_to_hf(checkpoint_of(run), folders / name)
+        export(checkpoint_of(run), folders / name)
         if name in BF16:
-            export_to_hf(checkpoint_of(run), folders / f"{name}_bf16", dtype="bf16")
+            export(checkpoint_of(run), folders / f"{name}_bf16", dtype="bf16")
     for folder in list(folders.iterdir()):
         save_file(given, folder.with_suffix(".given"))
     folders_of_bytes = tokenizer_files(BytesTokenizer(), max_length=20)
@@ -304,7 +304,7 @@ def exported(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder beside its run."""
     folder = tmp_path_factory.mktemp("one")
     run = make_run(folder / "run", model_of("moeut"), data=str(text_data))
-    export_to_hf(checkpoint_of(run), folder / "out", max_file_bytes=40_000)
+    export(checkpoint_of(run), folder / "out", max_file_bytes=40_000)
     return folder / "out"
 
 
@@ -349,7 +349,7 @@ def test_the_card_says_what_the_run_knows(exported: Path) -> None:
 def test_a_card_of_a_checkpoint_alone_says_what_is_absent(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", model_of("dense"))
     checkpoint_of(run).rename(tmp_path / "alone")
-    export_to_hf(tmp_path / "alone", tmp_path / "out")
+    export(tmp_path / "alone", tmp_path / "out")
     said = (tmp_path / "out" / "README.md").read_text()
     for words in ("data was not available", "loss | unknown", "no tokenizer"):
         assert words in said

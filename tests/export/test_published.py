@@ -21,7 +21,7 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import open_verified
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
-from moebius.export.hf.model_folder import export_to_hf
+from moebius.export.hf.model_folder import export
 from moebius.export.published import import_published, read_tensors, translate
 from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
@@ -119,7 +119,7 @@ def test_an_imported_run_is_trained_exported_and_written_with(
     assert meta["data"] is None
     for state in optimizer.state.values():
         assert not state["exp_avg"].any()
-    export_to_hf(step_0(tmp_path / "out"), tmp_path / "exported")
+    export(step_0(tmp_path / "out"), tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert torch.equal(exported["head.weight"], model.head.weight)
     assert len(list(generate(model.eval(), torch.tensor([1, 2]), num_tokens=3))) == 3

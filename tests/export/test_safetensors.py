@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from family import NAMES
 from hf_case import (
     PROMISED,
     checkpoint_of,
@@ -28,7 +29,7 @@ from torch import Tensor
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.parallelize import expert_names
 from moebius.export import safetensors as module
-from moebius.export.hf.model_folder import config_of, export_to_hf
+from moebius.export.hf.model_folder import config_of, export
 from moebius.export.safetensors import Precision
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.initialise import initialise
@@ -65,12 +66,14 @@ def documented(model: Transformer) -> dict[str, tuple[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_but(PROMISED, *PROMISED[::4]))
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[::4]))
 def test_every_architecture_goes_out_with_the_same_bits(name: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", model_of(name))
     precisions: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for dtype, precision in precisions.items():
-        export_to_hf(checkpoint_of(run), tmp_path / dtype, dtype=dtype)
+        layout = "hf" if name in PROMISED else "safetensors"  # which takes any model
+        export(checkpoint_of(run), tmp_path / dtype, dtype=dtype, layout=layout)
+        assert json.loads((tmp_path / dtype / "config.json").read_text())
         stored = load_file(tmp_path / dtype / "model.safetensors")
         wanted = documented(model_of(name))
         assert stored.keys() == wanted.keys()
@@ -106,7 +109,7 @@ def test_what_is_no_weight_is_kept_as_it_is(
     initialise(model, 1)
     make_run(tmp_path / "run", model)
     monkeypatch.setattr(module, "Transformer", Buffered)
-    export_to_hf(checkpoint_of(tmp_path / "run"), tmp_path / "out", dtype=dtype)
+    export(checkpoint_of(tmp_path / "run"), tmp_path / "out", dtype=dtype)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for name, buffer in BUFFERS.items():
         assert stored[name].dtype == buffer.dtype, name
@@ -117,7 +120,7 @@ def test_what_is_no_weight_is_kept_as_it_is(
 def test_files_are_small_enough_and_the_index_says_where_everything_is(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    exported = export_to_hf(checkpoint, tmp_path / "out", max_file_bytes=30_000)
+    exported = export(checkpoint, tmp_path / "out", max_file_bytes=30_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == exported.files
@@ -154,10 +157,6 @@ def test_files_are_small_enough_and_the_index_says_where_everything_is(
             ["CHECKPOINT", "--out", "out", "--step", "7"],
             "is a checkpoint: give a run folder to select a step",
         ),
-        (
-            ["CHECKPOINT", "--out", "out", "--format", "safetensors"],
-            "--format safetensors: only hf is written, a folder whose weights are safetensors",
-        ),
     ],
 )
 def test_what_cannot_be_exported(
@@ -189,7 +188,7 @@ def test_without_the_library_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'moebius[export]'")):
-        export_to_hf(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
@@ -206,7 +205,7 @@ def test_a_full_disk_leaves_nothing(
     with pytest.raises(
         CheckpointError, match=r"model.safetensors could not be written: .*No space left"
     ):
-        export_to_hf(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
@@ -227,5 +226,5 @@ def test_a_disk_that_loses_bytes_is_noticed(
         CheckpointError,
         match=r"model.safetensors reads back differently \(.*check the disk",
     ):
-        export_to_hf(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out")
     assert os.listdir(tmp_path) == []

@@ -15,7 +15,7 @@ from world import run_ranks
 from moebius.cli.main import main
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
-from moebius.export.hf.model_folder import export_to_hf
+from moebius.export.hf.model_folder import export
 from moebius.model.layers import LayerNorm, router_logits
 from moebius.planning.simulation.calls import ranks_of
 from moebius.train.config.run_config import Config, ConfigError
@@ -104,7 +104,7 @@ def test_a_restored_model_is_the_one_that_was_trained(data: Path, tmp_path: Path
         found = evaluate(restored.model, restored.config, process).loss
     assert found == by_step(run_dir, "eval")[STEPS]["loss"]
     with pytest.raises(ConfigError, match="bfloat16_only"):
-        export_to_hf(run_dir / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "out")
+        export(run_dir / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "out")
 
 
 @pytest.mark.slow
