@@ -196,14 +196,19 @@ class Bench:
         return f"exit {code}"
 
     def journal(self, rng: random.Random) -> str:
-        """Reads the files that tell how a run stands, each torn or with lines of nonsense."""
+        """Reads the files that tell how a run stands: torn, edited, or with lines of nonsense."""
         for name, whole in self.files.items():
             lines = whole.splitlines(keepends=True)
             if name == "config.json":
                 lines = [broken_text(rng, whole)]
-            elif rng.random() < 0.5:
+            elif (way := rng.randrange(3)) == 0:
                 torn = rng.randrange(len(lines))
                 lines[torn] = lines[torn][: rng.randrange(len(lines[torn]))]
+            elif way == 1:
+                at = rng.randrange(len(lines))
+                entry = json.loads(lines[at])
+                entry[rng.choice([*entry])] = rng.choice(STRANGE)
+                lines[at] = json.dumps(entry).encode() + b"\n"
             else:
                 nonsense = [*STRANGE_TEXT, *(json.dumps(each).encode() for each in STRANGE)]
                 lines.insert(rng.randrange(len(lines) + 1), rng.choice(nonsense) + b"\n")

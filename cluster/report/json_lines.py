@@ -1,18 +1,20 @@
 """Reads growing files of JSON lines: the journal, the metrics, the progress of a preparation.
 
-Their writers may be killed, and disks may fill up. A torn line is skipped, so it cannot end a command that
-shows a job. Lines of unknown kinds pass: a later version may have written them. Whoever can write to the
-folder can write anything, so texts have no control characters, a line has at most MAX_LINE bytes, and only
-regular files are read.
+Their writers may be killed, and disks may fill up. A line that is torn, or that somebody edited into
+what no writer writes, is skipped, so it can end neither a job nor a command that shows one. Lines of
+unknown kinds pass: a later version may have written them. Whoever can write to the folder can write
+anything, so texts have no control characters, a line has at most MAX_LINE bytes, and only regular files
+are read.
 
 A run of a million steps has gigabytes of metrics. `sampled` reads at most 256 MiB of them, in 0.3 s.
 """
 
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +32,7 @@ _MAY_HOLD_CONTROLS = re.compile(rb"\\u|\\[bfr]|[\x7f\xc2\xe2]")
 class JsonLinesTail:
     """Reads a growing file of JSON lines piece by piece: whole lines only, each once.
 
-    Lines that are no JSON objects are skipped.
+    Lines that no writer writes are skipped.
     """
 
     def __init__(self, path: Path, *, offset: int = 0):
@@ -113,9 +115,76 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict):
+    if not isinstance(entry, dict) or not _is_believed(entry):
         return None
     return _without_controls(entry) if _MAY_HOLD_CONTROLS.search(line) else entry
+
+
+def _is_believed(line: Mapping[str, Any]) -> bool:
+    """Returns whether a line has what every line of its kind has, in the types that readers expect."""
+    kind = line.get("kind")
+    if not isinstance(kind, str | None) or not line.keys() >= _WANTED.get(kind, set()):
+        return False
+    return all(_TYPES[name](value) for name, value in line.items() if name in _TYPES)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_measured(value: Any) -> bool:
+    """JSON lacks the numbers that are not finite, so they are text."""
+    return _is_number(value) or value in ("nan", "inf", "-inf")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_source(value: Any) -> bool:
+    """Of a preparation's progress."""
+    wanted = {"name", "done", "total", "tokens", "segments"}
+    return isinstance(value, dict) and value.keys() >= wanted and _is_believed(value)
+
+
+# By the name of a value, which means the same in lines of every kind.
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "in_a_row", "generation", "done", "total", "segments"), _is_whole),
+    **dict.fromkeys(("loss", "grad_norm", "loss_limit", "grad_norm_limit"), _is_measured),
+    **dict.fromkeys(("path", "why", "stage", "news", "name"), _is_text),
+    **dict.fromkeys(("error", "reason"), _or_none(_is_text)),
+    **dict.fromkeys(("tokens_per_s", "eta_s"), _or_none(_is_number)),
+    **dict.fromkeys(("max_violation", "effective_experts"), _list_of(_is_number)),
+    "time": lambda value: _is_number(value) and 0 <= value < 2**35,  # a year that dates have
+    "seconds": _is_number,
+    "tokens": _is_whole,
+    "resumed_from_step": _or_none(_is_whole),
+    "expert_depths": _list_of(_is_whole),
+    "expert_load": _list_of(_list_of(_is_number)),
+    "sources": _list_of(_is_source),
+}
+_WANTED: Mapping[str | None, set[str]] = {
+    "train": {"step", "loss"},
+    "eval": {"step", "loss"},
+    "checkpoint": {"step", "seconds"},
+    "checkpoint_copy": {"step"},
+    "checkpoint_set_aside": {"step", "resumed_from_step", "path", "why"},
+    "spike": {"step", "in_a_row", "loss", "grad_norm", "loss_limit", "grad_norm_limit"},
+    "data_wait": {"seconds"},
+    "preparation": {"stage"},
+}
 
 
 def _without_controls(value: Any) -> Any:

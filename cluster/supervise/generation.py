@@ -40,6 +40,12 @@ class Outcome:
     step: int | None = None  # the generation's last
 
 
+def _number(line: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    """Returns a number of a line that a person may have edited."""
+    value = line.get(name)
+    return value if isinstance(value, int | float) else default
+
+
 class RecoveryClock(PhaseClock):
     """Measures the phases between the end of one generation and the first step of the next.
 
@@ -53,11 +59,11 @@ class RecoveryClock(PhaseClock):
 
     def take_start(self, line: Mapping[str, Any]) -> None:
         """Takes over the start times in rank 0's metrics."""
-        self._ranks = dict(line.get("start_s", {}))
+        self._ranks = {name: _number(line["start_s"], name) for name in line["start_s"]}
 
     def take_evaluation(self, line: Mapping[str, Any]) -> None:
         """Takes over the duration of an evaluation before the first step."""
-        self._ranks["eval"] = line.get("seconds", 0.0)
+        self._ranks["eval"] = _number(line, "seconds")
 
     def first_step(self, line: Mapping[str, Any], *, seen_after_s: float) -> dict[str, float]:
         """Returns all phases, given the metrics line of the first step.
@@ -66,8 +72,9 @@ class RecoveryClock(PhaseClock):
             seen_after_s: maximum age of the line.
         """
         self.mark("processes")
-        self._ranks["step"] = line.get("step_s", 0.0)
-        age_s = min(max(0.0, time.time() - line.get("time", time.time())), seen_after_s)
+        self._ranks["step"] = _number(line, "step_s")
+        now = time.time()
+        age_s = min(max(0.0, now - _number(line, "time", now)), seen_after_s)
         self.seconds["processes"] -= age_s + sum(self._ranks.values())
         self.seconds |= self._ranks
         phases = self.rounded()
@@ -221,24 +228,18 @@ class GenerationWatch:
     def read_metrics(self) -> None:
         """Reads the metrics lines since the last look."""
         for line in self.metrics.read():
-            # a line that a full disk has cut, or that a person has edited, ends no job
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-                self.take_line(line)
-
-    def take_line(self, line: dict) -> None:
-        """Notes what a metrics line tells of the ranks."""
-        self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
-        if trouble := describe_trouble(line):
-            self.note(trouble)
-        match line.get("kind"):
-            case "start":
-                self.owner.clock.take_start(line)
-            case "eval" if self.step is None:
-                self.owner.clock.take_evaluation(line)
-            case "train":
-                if self.step is None:
-                    self.log_first_step(line)
-                self.step = int(line["step"])
+            self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
+            if trouble := describe_trouble(line):
+                self.note(trouble)
+            match line:  # one that a full disk has cut, or a person edited, tells nothing
+                case {"kind": "start", "start_s": dict()}:
+                    self.owner.clock.take_start(line)
+                case {"kind": "eval"} if self.step is None:
+                    self.owner.clock.take_evaluation(line)
+                case {"kind": "train", "step": int(step)}:
+                    if self.step is None:
+                        self.log_first_step(line)
+                    self.step = step
 
     def log_first_step(self, line: dict) -> None:
         """Journals the first step, and where the time before it went."""

@@ -233,6 +233,11 @@ TROUBLE = {
     "the first spike of a row": (SPIKE, "loss 9.25 (limit 3.5), gradient norm inf (limit 2)"),
     "another of the same row": (SPIKE | {"step": 9, "in_a_row": 2}, ""),
     "half a line": ({"kind": "spike"}, ""),
+    "a damaged checkpoint without a path": ({"kind": "checkpoint_set_aside", "step": 8}, ""),
+    "a start without times": ({"kind": "start", "start_s": [1]}, ""),
+    "a start with words for times": ({"kind": "start", "start_s": {"load": "long"}}, ""),
+    "an evaluation in words": ({"kind": "eval", "step": "x", "seconds": "long"}, ""),
+    "a step in words": ({"kind": "train", "step": "nine", "step_s": None, "time": "now"}, ""),
 }  # fmt: skip
 
 
