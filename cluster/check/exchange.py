@@ -33,17 +33,18 @@ class Exchange:
 
 def run_ranks(exchange: Exchange, node: int, address: str) -> tuple[bool, float]:
     """Runs this node's ranks; returns whether all ranks got right numbers, and the slowest's time in seconds."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address) or "")
     spawned = multiprocessing.get_context("spawn")  # a fork may not use a device
+    run = partial(_exchange, exchange, node, interface_of(address) or "")
     with ProcessPoolExecutor(exchange.ranks_per_node, mp_context=spawned) as pool:
-        found = [*pool.map(partial(_exchange, exchange, node), range(exchange.ranks_per_node))]
+        found = [*pool.map(run, range(exchange.ranks_per_node))]
     return found[0]  # all ranks agree
 
 
-def _exchange(exchange: Exchange, node: int, local_rank: int) -> tuple[bool, float]:
+def _exchange(exchange: Exchange, node: int, interface: str, local_rank: int) -> tuple[bool, float]:
     import torch
     import torch.distributed as dist
 
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank, world = node * exchange.ranks_per_node + local_rank, exchange.world_size
     host, port = exchange.meets_at
     dist.init_process_group(
