@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from torch import Tensor
 from ..data_pipeline.files import sync
 from ..distributed.checkpoint.format import CheckpointError, StartProgress, StoredCheckpoint
 from ..distributed.checkpoint.loading import dtype_named, read_tensor
+from ..distributed.checkpoint.pieces import INDEX_FILE, require_safetensors
 from ..distributed.checkpoint.writing import write_synced
 from ..model.execution.precision import enters_a_product
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config, ConfigError
 
-INDEX_FILE = "model.safetensors.index.json"
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NAMES_OF_EXPERTS = {  # a bank's attribute -> key after the expert's number
@@ -183,15 +183,3 @@ def _compare(tensors: dict[str, Tensor], file: Path) -> None:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)  # nan is not equal to itself, but its bytes are
-
-
-def require_safetensors() -> Any:
-    """Returns the safetensors library, which only exports need."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ConfigError(
-            "exports need safetensors, which is not installed: pip install 'moebius[export]'"
-        ) from error
-    return safetensors

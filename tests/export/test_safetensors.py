@@ -34,7 +34,6 @@ from moebius.export.safetensors import Precision
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import ConfigError
 
 PAPER, DENSE = "moeut", "dense"
 NAMES_OF_EXPERTS = {"w_up": "w_up.weight", "w_down": "w_down.weight", "weight": "weight"} | {
@@ -187,7 +186,7 @@ def test_without_the_library_the_line_that_installs_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'moebius[export]'")):
+    with pytest.raises(CheckpointError, match=re.escape("pip install 'moebius[export]'")):
         export(checkpoint, tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
