@@ -41,8 +41,9 @@ def routed_mlp(
         routes: indices in range (experts 0 … E−1); weights float32, differentiable. With a positive
             `per_expert` nothing is sorted and no count is read from the device.
         activation: a, one of "relu", "relu2" (its square), "gelu" (with erf), "silu", or the gated
-            "swiglu" (silu) and "geglu" (gelu). For gated ones `w_up` and `b_up` have 2F columns,
-            and the hidden row is a(first half) · second half.
+            "swiglu" (silu), "geglu" (gelu) and "clamped_swiglu" (gpt-oss's). For gated ones `w_up`
+            and `b_up` have 2F columns, gate first, and the hidden row is a(gate) · content; of
+            gpt-oss (clamp(content, ±7) + 1) · g · σ(1.702 g) with g = min(gate, 7).
         b_up_EF, b_down_EO: optional biases.
         backend: an entry of `BACKENDS`, or "auto" for the fastest on this device and dtype.
         defer: inside `gradients.accumulate_weight_gradients`, let the backend compute the weight

@@ -26,9 +26,22 @@ from torch import Tensor
 from ..plugins import PluginError, Registry, is_own
 from .calls import RouteList
 
-# A gated activation applies the gate's activation to the first F columns and multiplies the last F
-# by the result (arXiv 2002.05202).
-GATES = {"swiglu": "silu", "geglu": "gelu"}
+# gpt-oss's activation, by the names in its config.json; kernels/cpu/brgemm.cpp has them too.
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+
+
+def _clamped_swiglu(gate: Tensor, content: Tensor) -> Tensor:
+    gate, content = gate.clamp(max=SWIGLU_LIMIT), content.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (content + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
+
+
+# A gated activation is a function of the first F columns, the gate, and the last F, the content
+# (arXiv 2002.05202).
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda gate, content: F.silu(gate) * content,
+    "geglu": lambda gate, content: F.gelu(gate) * content,
+    "clamped_swiglu": _clamped_swiglu,
+}
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z).square(),
@@ -62,7 +75,7 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
         PluginError: it does not exist; the function, if it changes the shape.
     """
     if activation in GATES:
-        return partial(_gated, _PLAIN[GATES[activation]])
+        return partial(_gated, GATES[activation])
     found = ACTIVATION.get(activation)
     return partial(_elementwise, activation, found) if is_own(activation) else found
 
@@ -77,9 +90,8 @@ def _elementwise(name: str, function: Callable[[Tensor], Tensor], z_RW: Tensor) 
     return h_RW
 
 
-def _gated(function: Callable[[Tensor], Tensor], z_RW: Tensor) -> Tensor:
-    gate, content = z_RW.chunk(2, dim=-1)
-    return function(gate) * content
+def _gated(function: Callable[[Tensor, Tensor], Tensor], z_RW: Tensor) -> Tensor:
+    return function(*z_RW.chunk(2, dim=-1))
 
 
 def routed_mlp(
@@ -155,10 +167,19 @@ def hidden_and_pullback(
         value, slope = _SMOOTH[activation](z)
         return value.to(dtype), lambda grad: grad.mul_(slope())
     gate, content = z.chunk(2, dim=-1)
-    value, slope = _SMOOTH[GATES[activation]](gate)
-    return (value * content).to(dtype), lambda grad: torch.cat(
-        (grad * content * slope(), grad * value), -1
+    value, slope = _SMOOTH[activation](gate)
+    factor, pullback = _factor(content, activation)
+    return (value * factor).to(dtype), lambda grad: torch.cat(
+        (grad * factor * slope(), pullback(grad * value)), -1
     ).to(dtype)
+
+
+def _factor(content: Tensor, activation: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Returns what a gated activation multiplies its gate's value by, and the factor's pullback."""
+    if activation != "clamped_swiglu":
+        return content, lambda grad: grad
+    factor = content.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1)
+    return factor, lambda grad: grad.masked_fill_(content.abs() > SWIGLU_LIMIT, 0)
 
 
 def _silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -166,6 +187,19 @@ def _silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     sigmoid = torch.exp(-z).add_(1).reciprocal_()
     value = z * sigmoid
     return value, lambda: (1 - sigmoid).mul_(value).add_(sigmoid)
+
+
+def _clamped_silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Returns g·σ(α·g) of g = min(z, 7), and a function for its slope, 0 above 7."""
+    gate = z.clamp(max=SWIGLU_LIMIT)
+    sigmoid = torch.exp(gate * -SWIGLU_ALPHA).add_(1).reciprocal_()
+    value = gate * sigmoid
+
+    def slope() -> Tensor:
+        of_gate = (1 - sigmoid).mul_(value).mul_(SWIGLU_ALPHA).add_(sigmoid)
+        return of_gate.masked_fill_(z > SWIGLU_LIMIT, 0)
+
+    return value, slope
 
 
 def _gelu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -186,3 +220,4 @@ def _relu2(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
 
 
 _SMOOTH = {"silu": _silu, "gelu": _gelu, "relu2": _relu2}
+_SMOOTH |= {"swiglu": _silu, "geglu": _gelu, "clamped_swiglu": _clamped_silu}

@@ -132,11 +132,53 @@ class Perceptrons:
         return [torch.randn(case.experts, *shape, generator=generator) for shape in shapes]
 
 
+def clamped_swiglu(gate: Tensor, content: Tensor) -> Tensor:
+    """gpt-oss's activation, by the formula of its own class."""
+    gate, content = gate.clamp(max=7.0), content.clamp(min=-7.0, max=7.0)
+    return (content + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+def gpt_oss_call(case: Case | str) -> tuple[Operation, Tensor, list[Tensor], Routes]:
+    """gpt-oss's experts; whole numbers put many gates and contents exactly on their bounds."""
+    _, x, (w_up, w_down, b_up, b_down), routes = make_call(case, "clamped_swiglu", "both biases")
+    x, w_up, b_up = (2 * x).round(), w_up.round(), b_up.round()
+    z = x @ w_up + b_up[:, None]
+    assert (z[..., ::2] == 7).any()
+    assert (z[..., 1::2].abs() == 7).any()
+    return gpt_oss, x, [w_up, w_down, b_up, b_down], routes
+
+
+def gpt_oss(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor,
+    b_down: Tensor,
+    routes: Routes,
+    backend: str,
+) -> Tensor:
+    """gpt-oss's experts with its own weights, whose gates are the even columns: a plain loop over the
+    routes, or the backend's operation on the columns in moebius's order.
+    """
+    if backend != "reference":
+        w_up, b_up = (torch.cat((w[..., ::2], w[..., 1::2]), -1) for w in (w_up, b_up))
+        operation = Perceptrons("clamped_swiglu", BIASES["both biases"])
+        return operation(x, w_up, w_down, b_up, b_down, routes, backend=backend)
+    y = [x.new_zeros(w_down.shape[2]) for _ in range(routes.num_targets)]
+    for route, expert in enumerate(routes.expert_N.tolist()):
+        z = x[routes.source_N[route]] @ w_up[expert] + b_up[expert]
+        output = clamped_swiglu(z[::2], z[1::2]) @ w_down[expert] + b_down[expert]
+        target = int(routes.target_N[route])
+        y[target] = y[target] + routes.weight_N[route] * output
+    return torch.stack(y)
+
+
 def make_call(
     name: str | Case, activation: str, biases: str, *, seed: int = 1, kink: bool = True
 ) -> tuple[Perceptrons, Tensor, list[Tensor], Routes]:
     """An operation, its rows, weights and routes. Without the kink, inputs are positive and columns
-    of one sign: rounding then never flips a ReLU, which would be no error of the kernel.
+    of one sign: rounding then never flips a ReLU, which would be no error of the kernel. Nor a clamp:
+    every second column is far beyond its bound, the others within.
     """
     case = CASES[name] if isinstance(name, str) else name
     operation = Perceptrons(activation, BIASES[biases])
@@ -144,12 +186,15 @@ def make_call(
     routes = make_routes(case, generator)
     x = torch.randn(case.tokens, case.d_in, generator=generator)
     w_up, *rest = operation.weights(case, generator)
-    if not kink and activation == "relu":
-        signs = torch.ones(w_up.shape[2], dtype=w_up.dtype)
-        signs[::3] = -1
-        x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs
+    if not kink and activation in ("relu", "clamped_swiglu"):
+        scales = torch.ones(w_up.shape[2], dtype=w_up.dtype)
+        scales[::3] = -1
+        if activation == "clamped_swiglu":
+            scales[::2] *= 1000
+            scales /= case.d_in
+        x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * scales
         if "b_up_EF" in operation.biases:
-            rest[1] = rest[1].abs() * signs
+            rest[1] = rest[1].abs() * scales.sign()
     return operation, x, [w_up, *rest], routes
 
 

@@ -63,10 +63,16 @@ def make_norm(config: MoebiusConfig) -> nn.Module:
     )
 
 
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+
+
 def activate(z: Tensor, activation: str) -> Tensor:
     """Applies an activation; gated ones use the first half of the columns as gate."""
-    if activation in ("swiglu", "geglu"):
+    if activation in GATED:
         gate, content = z.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            gate, content = gate.clamp(max=7.0), content.clamp(-7.0, 7.0)
+            return (content + 1) * gate * torch.sigmoid(1.702 * gate)
         return activate(gate, {"swiglu": "silu", "geglu": "gelu"}[activation]) * content
     if activation == "relu2":
         return torch.relu(z).square()
@@ -75,7 +81,7 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 def hidden_columns(width: int, activation: str) -> int:
     """Returns the columns that an activation needs for `width` hidden ones."""
-    return 2 * width if activation in ("swiglu", "geglu") else width
+    return 2 * width if activation in GATED else width
 
 
 class DenseMLP(nn.Module):

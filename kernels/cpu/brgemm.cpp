@@ -207,7 +207,10 @@ void as_panel(const T* from, int64_t k, int64_t n, bool transposed, int64_t dept
   }
 }
 
-enum Activation : int64_t { kNone = 0, kRelu = 1, kRelu2 = 2, kGelu = 3, kSilu = 4 };
+enum Activation : int64_t {
+  kNone = 0, kRelu = 1, kRelu2 = 2, kGelu = 3, kSilu = 4, kClampedSilu = 5
+};
+constexpr float kLimit = 7.0f, kAlpha = 1.702f;  // of gpt-oss's kClampedSilu; see reference.py
 
 // What is stored of a result row z at sorted place n: g z, or with an activation z + bias, or its
 // ReLU, or (with `hidden`) both z + bias and its activation h.
@@ -269,6 +272,11 @@ void activate(Activation a, const float* z, int64_t count, float* value, float* 
     const float sigmoid = 1 / (1 + exponential(-x));
     v = x * sigmoid, s = (1 - sigmoid) * v + sigmoid;
   });
+  if (a == kClampedSilu) each([](float x, float& v, float& s) {
+    const float gate = x > kLimit ? kLimit : x;  // NaN passes
+    const float sigmoid = 1 / (1 + exponential(-kAlpha * gate));
+    v = gate * sigmoid, s = x > kLimit ? 0 : (1 - sigmoid) * v * kAlpha + sigmoid;
+  });
   if (a == kGelu) each([](float x, float& v, float& s) {
     const float below = cumulative(x);
     v = x * below, s = x * (0.398942280f * exponential(-0.5f * x * x)) + below;
@@ -283,6 +291,11 @@ void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t expert, int64_t c
   if (e.activation == kNone && !e.saved) return write_out(z, g, columns, out + n * columns);
   const int64_t width = !e.saved && e.is_gated ? columns / 2 : columns;
   const int64_t wide = e.is_gated ? 2 * width : width;
+  const bool is_clamped = e.activation == kClampedSilu;
+  // A gated activation multiplies its gate's value by this.
+  const auto factor = [=](float content) {
+    return is_clamped ? std::clamp(content, -kLimit, kLimit) + 1 : content;
+  };
   float *value = work, *slope = value + width, *before = slope + width;
   T* hidden = e.hidden ? e.hidden + n * width : nullptr;
   out += n * wide;
@@ -298,7 +311,7 @@ void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t expert, int64_t c
       for (int64_t c = 0; c < wide; ++c) z[c] = load(out[c]);  // as the gradient will read it
     activate(e.activation, z, width, value, slope);
     for (int64_t c = 0; c < width; ++c)
-      store(hidden + c, value[c] * (e.is_gated ? z[width + c] : 1));
+      store(hidden + c, value[c] * (e.is_gated ? factor(z[width + c]) : 1));
     return;
   }
   const T* saved = e.saved + (e.saved_rows ? e.saved_rows[n] : n) * e.saved_stride;
@@ -307,9 +320,10 @@ void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t expert, int64_t c
   if (e.is_gated)
     for (int64_t c = 0; c < width; ++c) {
       const float content = before[width + c];
-      store(out + width + c, g * z[c] * value[c]);
-      value[c] *= content;
-      slope[c] *= content;
+      const bool is_open = !is_clamped || !(std::abs(content) > kLimit);
+      store(out + width + c, is_open ? g * z[c] * value[c] : 0);
+      value[c] *= factor(content);
+      slope[c] *= factor(content);
     }
   for (int64_t c = 0; c < width; ++c) {
     store(hidden + c, g * value[c]);

@@ -39,6 +39,7 @@ from .library import call as call_library
 # largest relative error of an exact float32 product; rounded operands give about 2e-3
 EXACT = 1e-5
 _ACTIVATIONS = {"none": 0, "relu": 1, "relu2": 2, "gelu": 3, "silu": 4}
+_ACTIVATIONS |= {"geglu": 3, "swiglu": 4, "clamped_swiglu": 5}  # of the gate
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _rows_times_bank(
         "rows_times_bank",
         rows,
         *(rows, rows.stride(0), index_N, bank_EKC, k, columns, transposed, starts_E1, num_experts),
-        *(_ACTIVATIONS[GATES.get(e.activation, e.activation)], e.activation in GATES),
+        *(_ACTIVATIONS[e.activation], e.activation in GATES),
         *(e.gate_N, e.bias_EW, e.hidden_NF),
         *(saved, e.saved_rows_N, 0 if saved is None else saved.stride(0), e.grad_gate_N, out_NC),
     )

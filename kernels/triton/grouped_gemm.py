@@ -17,12 +17,15 @@ Legend: N routes in sorted order, D, K inner width, W columns of the first bank 
 output width; tiles ROWS × COLUMNS, DEPTH steps along the inner width.
 """
 
+from ..reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from .guard import tl, triton
+
+_LIMIT, _ALPHA = tl.core.constexpr(SWIGLU_LIMIT), tl.core.constexpr(SWIGLU_ALPHA)
 
 
 @triton.jit
 def smooth(z, ACT: tl.constexpr):
-    """Returns value and slope of silu, gelu (with erf) or relu2 (squared), float32."""
+    """Returns value and slope of silu, gelu (with erf), relu2 (squared) or a gate, float32."""
     if ACT == "relu2":
         slope = 2.0 * tl.maximum(z, 0.0)
         value = 0.5 * slope * z
@@ -30,11 +33,26 @@ def smooth(z, ACT: tl.constexpr):
         sigmoid = 1.0 / (1.0 + tl.exp(-z))
         value = z * sigmoid
         slope = sigmoid + value * (1.0 - sigmoid)
+    elif ACT == "clamped_swiglu":
+        gate = tl.where(z > _LIMIT, _LIMIT, z)  # unlike tl.minimum, NaN passes
+        sigmoid = 1.0 / (1.0 + tl.exp(gate * -_ALPHA))
+        value = gate * sigmoid
+        slope = tl.where(z > _LIMIT, 0.0, sigmoid + value * (1.0 - sigmoid) * _ALPHA)
     else:
         cumulative = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
         value = z * cumulative
         slope = cumulative + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     return value, slope
+
+
+@triton.jit
+def factor(content, ACT: tl.constexpr):
+    """Returns what a gated activation multiplies its gate's value by, float32."""
+    content = content.to(tl.float32)
+    if ACT == "clamped_swiglu":
+        content = tl.where(content > _LIMIT, _LIMIT, tl.where(content < -_LIMIT, -_LIMIT, content))
+        content += 1.0
+    return content
 
 
 @triton.jit
@@ -151,7 +169,7 @@ def gathered_activation(
 
     `saved` receives relu's hidden rows (`hidden` is then None), else the rows before the activation.
     """
-    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
+    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu" or ACT == "clamped_swiglu"
     W: tl.constexpr = 2 * F if GATED else F
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     dtype: tl.constexpr = saved.dtype.element_ty
@@ -183,7 +201,7 @@ def gathered_activation(
         tl.store(saved_at, z, mask=mask)
         activated, _ = smooth(z.to(tl.float32), ACT)
         if content is not None:
-            activated *= content.to(tl.float32)
+            activated *= factor(content, ACT)
         at = hidden + rows.to(tl.int64)[:, None] * F + cols[None, :]
         tl.store(at, activated.to(dtype), mask=mask)
 
@@ -264,7 +282,7 @@ def gathered_hidden_gradient(
     d_z is the gradient of z given gate · d_h. The gate's gradient is Σ h · d_h, plus the bias's part.
     `grad_gate` (column tiles, N) receives a partial sum per column tile, in route order.
     """
-    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
+    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu" or ACT == "clamped_swiglu"
     W: tl.constexpr = 2 * F if GATED else F
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     dtype: tl.constexpr = d_z.dtype.element_ty
@@ -288,9 +306,12 @@ def gathered_hidden_gradient(
         value, slope = smooth(z, ACT)
         if GATED:
             content = tl.load(saved + at + F, mask=mask, other=0.0).to(tl.float32)
-            d_gate = tl.sum(value * content * d_hidden, 1)
-            tl.store(d_z + at + F, (gate[:, None] * d_hidden * value).to(dtype), mask=mask)
-            slope *= content
+            d_gate = tl.sum(value * factor(content, ACT) * d_hidden, 1)
+            d_content = gate[:, None] * d_hidden * value
+            if ACT == "clamped_swiglu":
+                d_content = tl.where(tl.abs(content) > _LIMIT, 0.0, d_content)
+            tl.store(d_z + at + F, d_content.to(dtype), mask=mask)
+            slope *= factor(content, ACT)
         else:
             d_gate = tl.sum(value * d_hidden, 1)
         tl.store(d_z + at, (gate[:, None] * d_hidden * slope).to(dtype), mask=mask)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .grouped_gemm import smooth
+from .grouped_gemm import factor, smooth
 from .guard import launch, tl, triton
 from .routing import TileTable, tile_table
 from .tiles import Tile, choose
@@ -128,8 +128,8 @@ def _operand(
         value = tile.to(tl.float32)
         if ACT is not None:
             value, _ = smooth(value, ACT)
-        if ACT == "swiglu" or ACT == "geglu":
-            value *= tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        if ACT == "swiglu" or ACT == "geglu" or ACT == "clamped_swiglu":
+            value *= factor(tl.load(at + WIDTH, mask=mask, other=0.0), ACT)
         if gate is not None:
             value *= gate[:, None]
         tile = value.to(tile.dtype)

@@ -27,7 +27,10 @@ class FeedForwardConfig(BaseModel):
 
     kind: str
     activation: Annotated[str, ACTIVATION] = "relu"
-    """Activation of experts, shared experts and dense layers."""
+    """Activation of experts, shared experts and dense layers.
+
+    `swiglu`, `geglu` and gpt-oss's `clamped_swiglu` are gated: W_up has the gate's columns first.
+    """
 
     d_feed_forward: PositiveInt = 512
     """Hidden width of dense layers."""

@@ -23,7 +23,9 @@ from kernel_cases import (
     Perceptrons,
     all_equal,
     check,
+    clamped_swiglu,
     equal_counts,
+    gpt_oss_call,
     head_routes,
     irregular,
     make_call,
@@ -147,6 +149,15 @@ def test_one_bias_alone(biases: str, backend: str) -> None:
     check(*make_call("random", "swiglu", biases), backend)
 
 
+@every_kind
+@pytest.mark.parametrize("name", ["empty experts", "odd widths", "one expert"])
+def test_gpt_oss_experts_equal_a_plain_loop_over_its_own_weights(
+    name: str, backend: str, dtype: torch.dtype
+) -> None:
+    operation, x, weights, routes = gpt_oss_call(name)
+    check(operation, x.to(dtype), [w.to(dtype) for w in weights], routes, backend)
+
+
 @every_backend
 def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
     """Strided, and at any address: a shard's slice of a flat buffer may be unaligned."""
@@ -223,6 +234,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": lambda z: F.silu(z) * -0.5 * z,
     "geglu": lambda z: F.gelu(z) * -0.5 * z,
+    "clamped_swiglu": lambda z: clamped_swiglu(z, -0.5 * z),
 }
 
 
@@ -236,9 +248,11 @@ def test_the_activations_are_what_their_names_say(
 ) -> None:
     """One identity expert against torch's own functions, in values and slopes.
 
-    Norms would show only the largest of these. The last two overflow where an exponential is taken.
+    Norms would show only the largest of these. At 7 and ±14 a gate and a content lie on their bounds.
+    The last two overflow where an exponential is taken.
     """
-    z = torch.cat((torch.linspace(-12, 12, 481), torch.tensor([-1e4, 1e4]))).to(dtype)[:, None]
+    z = torch.cat((torch.linspace(-12, 12, 481), torch.tensor([7, 14, -14, 17, -17, -1e4, 1e4])))
+    z = z.to(dtype)[:, None]
     w_up = torch.tensor([[[1.0, -0.5]]] if activation in GATES else [[[1.0]]], dtype=dtype)
     one, x = torch.ones(1, 1, 1, dtype=dtype), z.clone().requires_grad_()
     experts = torch.zeros(len(z), 1, dtype=torch.int64)

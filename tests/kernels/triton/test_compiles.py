@@ -195,8 +195,8 @@ def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
 def calls(loads: Sequence[str] = LOADS) -> Iterator[tuple[Callable[[], None], bool]]:
     """Calls of the backend, which together launch every kernel with every tile; and which are exact."""
     for load in loads:
-        for activation in ("relu", "gelu", "swiglu"):
-            biased = activation == "gelu"
+        for activation in ("relu", "gelu", "swiglu", "clamped_swiglu"):
+            biased = activation in ("gelu", "clamped_swiglu")
             yield partial(call_mlp, load, (1024, 128), BF16, activation, biased=biased), False
             call = partial(call_mlp, load, (1024, 128), FP32, activation, deferred=True)
             yield call, True
@@ -208,7 +208,7 @@ def calls(loads: Sequence[str] = LOADS) -> Iterator[tuple[Callable[[], None], bo
         for widths in ((1024, 128), (128, 1024)):
             yield partial(call_linear, load, widths, FP32), True
     # Whether there are tensor cores for tiny widths is all the same.
-    for activation in ("relu", "swiglu"):
+    for activation in ("relu", "swiglu", "clamped_swiglu"):
         yield partial(call_mlp, "one", (5, 3), BF16, activation, biased=True), True
     for widths in ((3, 5), (5, 3)):
         yield partial(call_linear, "one", widths, BF16), True

@@ -15,6 +15,7 @@ from kernel_cases import (
     Perceptrons,
     check,
     equal_counts,
+    gpt_oss_call,
     head_routes,
     irregular,
     make_call,
@@ -51,6 +52,10 @@ def test_mlp_equals_the_reference(name: str) -> None:
 @parametrize_pairs({"activation": ACTIVATIONS, "biases": BIASES})
 def test_every_activation_with_and_without_biases(activation: str, biases: str) -> None:
     check(*make_call(Case(21, 20, 39, 4, 2), activation, biases), "triton")
+
+
+def test_gpt_oss_experts_equal_a_plain_loop_over_its_own_weights() -> None:
+    check(*gpt_oss_call(Case(9, 20, 19, 4, 2)), "triton")
 
 
 @pytest.mark.slow
@@ -120,7 +125,7 @@ def test_an_expert_with_many_rows_is_done_in_chunks(name: str) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("activation", slow_but(["relu", "gelu", "geglu"], "relu"))
+@pytest.mark.parametrize("activation", slow_but(["relu", "gelu", "clamped_swiglu"], "relu"))
 def test_gradients_of_repeats_are_the_sum_of_all_calls(activation: str, defer: bool) -> None:
     """Added to a buffer, or made in one product; each call has routes of its own, one of them none."""
     generator, case = torch.Generator().manual_seed(9), Case(15, 12, 7, 5, 2)
