@@ -263,6 +263,25 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
     return p_BHA.shape[-1] * (p_BHA * fraction_BHA).sum(-1).mean(-1)
 
 
+def pooled_balance(sums: dict[str, Tensor], scope: str, running: RunningSum) -> Tensor:
+    """Computes the balancing loss of all layers in one pool as per-sequence shares, (B,).
+
+    E·Σ_e f_e·P_e with f_e = choices of e ÷ rows and P_e = Σ softmax(z)_e ÷ rows, all sums over layers and
+    over the scope's rows: K at perfect balance (transformers' load_balancing_loss_func).
+
+    Args:
+        sums: from `choice_sums`, added up over layers and repeats.
+        scope: "sequence", "micro_batch" or "global_batch", of f; P is the micro-batch's in the latter two.
+        running: sums over the global batch so far.
+    """
+    rows_B, probability_BE = sums["rows"].clamp_min(1), sums["probability"].squeeze(1)
+    fraction_BE = _in_scope(sums["load"], "load", scope, running).to(probability_BE.dtype)
+    fraction_BE = fraction_BE / _in_scope(rows_B, "rows", scope, running)[:, None]
+    mean_rows_B = rows_B if scope == "sequence" else rows_B.mean(0, keepdim=True)
+    shares_B = (probability_BE * fraction_BE).sum(1) / mean_rows_B
+    return probability_BE.shape[1] * shares_B
+
+
 def _mean_over_documents(sums: dict[str, Tensor], form: str, running: RunningSum) -> Tensor:
     """Computes each sequence's mean over its documents, weighted by their rows: (B,).
 

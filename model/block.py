@@ -27,7 +27,7 @@ from .config.model_config import ModelConfig
 from .execution.draws import drawing
 from .execution.recompute import recomputing, run_recomputed
 from .initialise import Initializers
-from .layers import NORM, DenseMLP, LayerNorm
+from .layers import DenseMLP, LayerNorm, make_norm
 from .loops.halting import Unhalted
 from .moe import SparseFeedForward
 from .routers.router import Router
@@ -55,13 +55,13 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = config.norm
         self.backend = backend
-        make_norm = NORM.get(config.norm_layer)
-        self.attention_norm = make_norm(config.d_model)
-        self.attention = make_attention(config, initializers, backend=backend)
+        new_norm = partial(make_norm, config.norm_layer, config.norm_eps)
+        self.attention_norm = new_norm(config.d_model)
+        self.attention = make_attention(config, initializers, member, backend=backend)
         sparse = config.has_experts(member)
         # A dense feed-forward has no router, so nothing would read its norm under peri-layernorm.
         self.feed_forward_norm = (
-            make_norm(config.d_model) if sparse or config.norm != "peri" else None
+            new_norm(config.d_model) if sparse or config.norm != "peri" else None
         )
         if sparse:
             self.feed_forward = SparseFeedForward(config, initializers, backend=backend)
@@ -76,8 +76,8 @@ class Layer(nn.Module):
             )
         self.attention_output_norm = self.feed_forward_output_norm = None
         if config.norm in ("sandwich", "branch"):
-            self.attention_output_norm = make_norm(config.d_model)
-            self.feed_forward_output_norm = make_norm(config.d_model)
+            self.attention_output_norm = new_norm(config.d_model)
+            self.feed_forward_output_norm = new_norm(config.d_model)
 
         has_routers = bool(self.attention.routers())
         self._attention_readers: tuple[Reader, ...] = (

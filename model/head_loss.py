@@ -40,11 +40,14 @@ _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB i
 class ReadOut(Linear):
     """Computes the next token's logits, or their summed cross-entropy.
 
-    With `tied` it has no weight, and every call passes the embedding's.
+    With `tied` it has no weight, and every call passes the embedding's. Rows are divided by `scaling`.
     """
 
-    def __init__(self, d_in: int, d_out: int, *, tied: bool = False, **given: Any) -> None:
+    def __init__(
+        self, d_in: int, d_out: int, *, tied: bool = False, scaling: float = 1, **given: Any
+    ) -> None:
         super().__init__(d_in, d_out, **given)
+        self.scaling = scaling
         if tied:
             del self.weight
             self.register_parameter("weight", None)
@@ -63,6 +66,7 @@ class ReadOut(Linear):
         see `head_loss`. With `share_BS` the loss is Σ share · cross-entropy, differentiable in both.
         """
         weight_VD = self.weight if tied_VD is None else tied_VD
+        x = x if self.scaling == 1 else x / self.scaling
         if targets is None:
             bias = None if self.bias is None else self.bias.to(weight_VD.dtype)
             return F.linear(x.to(weight_VD.dtype), weight_VD, bias)

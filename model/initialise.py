@@ -17,7 +17,8 @@ layers); c = 1 in post-norm:
                    (released code of arXiv 2310.07096)
   takase           truncated normal of std √(2/(5·D)), cut at 3 std, embedding and head too; O and down-projections divided by
                    √(2·L) (Takase et al., arXiv 2312.16903; Huginn, arXiv 2502.05171)
-  all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1,
+  normal           every matrix N(0, std), embedding, head, routers and sinks too; biases 0 (Mixtral, Qwen, DeepSeek, …)
+  others           embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1,
                    and head=scaled treats the head's weight like any other, with bias 0
 Dense layers under `paper`: truncated normal, rescaled to a standard deviation of exactly
 √(2/(L·fan-in)); biases 0.
@@ -159,20 +160,19 @@ def unit_expert_axis(init: Initializer) -> Initializer:
 class Initializers:
     """Collects the initializers of one architecture; sizes are the model's."""
 
-    rule: str  # paper, release, scaled, sut or takase
+    rule: str  # paper, release, scaled, sut, takase or normal
     d_model: int
     num_layers: int  # L of c = √(2/L); 2 stands for c = 1
     scale: float | None  # of the rule scaled
     expert_axis_norm: bool
+    std: float | None = None  # of the rule normal
     scaled_head: bool = False  # the read-out starts like any other matrix
-    scaled_embedding: bool = False
+    embedding_factor: float = 1.0
 
     @property
     def state_std(self) -> float:
         """Returns the standard deviation of a drawn state: Huginn's embedding, as layers read it."""
-        return math.sqrt(2 / (5 * self.d_model)) * (
-            self.d_model**0.5 if self.scaled_embedding else 1
-        )
+        return math.sqrt(2 / (5 * self.d_model)) * self.embedding_factor
 
     def router(self, d_row: int) -> Initializer:
         """Returns the initializer of the feed-forward's router."""
@@ -208,7 +208,7 @@ class Initializers:
     def attention_router(self) -> Initializer:
         """Returns the initializer of SwitchHead's V and O routers."""
         init = self._sparse(self.d_model)
-        return init if self.rule == "scaled" else rescaled_rows(init)
+        return init if self.rule in ("scaled", "normal") else rescaled_rows(init)
 
     def attention_experts(self, fan_in: int) -> Initializer:
         """Returns the initializer of SwitchHead's V and O experts and MoMHA's Q and O experts."""
@@ -230,7 +230,7 @@ class Initializers:
         """
         if self.rule == "takase":
             return self._takase(is_output=is_output)
-        if self.rule == "scaled":
+        if self.rule in ("scaled", "normal"):
             return self._sparse(fan_in)
         return exact_std(math.sqrt(2 / (self.num_layers * fan_in)))
 
@@ -238,21 +238,26 @@ class Initializers:
         """Returns the initializer of token embeddings and learned positions."""
         if self.rule == "takase":
             return self._takase()
-        return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
+        return self._sparse(1) if self.rule in ("scaled", "normal") else normal(self.d_model**-0.5)
 
     def head(self) -> Initializer:
         """Returns the initializer of the read-out's weight."""
         if self.rule == "takase":
             return self._takase()
-        return self._sparse(self.d_model) if self.scaled_head else uniform(self.d_model**-0.5)
+        like_others = self.scaled_head or self.rule == "normal"
+        return self._sparse(self.d_model) if like_others else uniform(self.d_model**-0.5)
+
+    def sinks(self) -> Initializer:
+        """Returns the initializer of attention's sinks."""
+        return zeros if self.std is None else normal(self.std)
 
     def adapter(self) -> Initializer:
         """Returns the initializer of the matrix that injects a loop's input."""
-        return self._takase()
+        return self._sparse(self.d_model) if self.rule == "normal" else self._takase()
 
     def head_bias(self) -> Initializer:
         """Returns the initializer of the read-out's bias: zero with a scaled weight."""
-        at_zero = self.scaled_head or self.rule == "takase"
+        at_zero = self.scaled_head or self.rule in ("takase", "normal")
         return zeros if at_zero else uniform(self.d_model**-0.5)
 
     def _takase(self, *, is_output: bool = False) -> Initializer:
@@ -262,6 +267,8 @@ class Initializers:
         return truncated_normal(std, 3 * std)
 
     def _sparse(self, fan_in: int) -> Initializer:
+        if self.std is not None:
+            return normal(self.std)
         if self.scale is not None:
             return truncated_normal(math.sqrt(self.scale / fan_in), 2 * self.scale)
         if self.rule == "takase":

@@ -10,18 +10,16 @@ from torch.autograd.function import once_differentiable
 from ..kernels.fused.rotary import rotate_pair, rotate_reference, runs_fused
 from ..kernels.reference import activation_function, columns_of
 from ..plugins import Registry, is_subclass
-from .config.attention_config import AttentionConfig
+from .config.attention_config import AttentionConfig, RotaryConfig
 from .initialise import Initializer, ones, parameter, zeros
 
 
 class LayerNorm(nn.Module):
-    """Normalises rows with eps 1e-5, always in float32 (float64 for float64 input)."""
+    """Normalises rows, always in float32 (float64 for float64 input)."""
 
-    eps = 1e-5
-
-    def __init__(self, width: int, *, affine: bool = True) -> None:
+    def __init__(self, width: int, *, affine: bool = True, eps: float = 1e-5) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.eps = width, eps
         self.weight = parameter(width, init=ones) if affine else None
         self.bias = parameter(width, init=zeros) if affine else None
 
@@ -39,12 +37,11 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divides rows by their root mean square, eps 1e-6, in float32; weighted (arXiv 1910.07467)."""
+    """Divides rows by their root mean square, in float32; weighted (arXiv 1910.07467)."""
 
-    eps = 1e-6
-
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, eps: float = 1e-6) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = parameter(width, init=ones)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,6 +58,12 @@ NORM = Registry(
     lambda found: is_subclass(found, nn.Module),
     takes=1,
 )
+
+
+def make_norm(kind: str, eps: float | None, width: int) -> nn.Module:
+    """Builds a norm of rows of a width; without `eps` it has its own."""
+    norm = NORM.get(kind)
+    return norm(width) if eps is None else norm(width, eps=eps)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -138,16 +141,19 @@ class DenseMLP(nn.Module):
 RotaryTable = tuple[Tensor, Tensor]
 
 
-def rotary_table(positions: Tensor, width: int, base: float) -> RotaryTable:
+def rotary_table(positions: Tensor, width: int, rotary: RotaryConfig) -> RotaryTable:
     """Returns cosine and sine of the positions, each (*positions, width), in their dtype.
 
-    inv_freq_i = base^(−2i/width). The angles of the first half of the rotated channels repeat in
-    the second, and the first half's sines are negated: each channel adds its partner in the other
-    half times this. Source: RoFormer, arXiv 2104.09864, eq. 15.
+    inv_freq_i = base^(−2i/width), slowed by YaRN if configured. The angles of the first half of the
+    rotated channels repeat in the second, and the first half's sines are negated: each channel adds
+    its partner in the other half times this. Source: RoFormer, arXiv 2104.09864, eq. 15.
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)
-    angles = positions[..., None] * base ** (-exponents / max(width, 1))
-    cos, sin = angles.cos(), angles.sin()
+    speeds = rotary.base ** (-exponents / max(width, 1))
+    if rotary.yarn is not None:
+        speeds = speeds * speeds.new_tensor(rotary.yarn.speeds(width, rotary.base))
+    angles = positions[..., None] * speeds
+    cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -163,7 +169,7 @@ def rotary_of(
     positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
     if positions_BS is not None:
         positions = positions_BS[:, None]
-    return rotary_table(positions.to(wide_dtype(x_BSD)), config.rotary_channels, config.rotary_base)
+    return rotary_table(positions.to(wide_dtype(x_BSD)), config.rotary_channels, config.rotary)
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
@@ -191,9 +197,9 @@ def rotate_scaled(
     """Scales and rotates queries and keys.
 
     If the expert backend is Triton's on a GPU, one kernel does both and rounds once
-    (kernels/fused/rotary.py).
+    (kernels/fused/rotary.py), where they have equally many heads.
     """
-    if runs_fused(backend, q_BHSC, table[0]):
+    if q_BHSC.shape == k_BHSC.shape and runs_fused(backend, q_BHSC, table[0]):
         return rotate_pair(q_BHSC, k_BHSC, *table, scale=scale)
     return rotate(q_BHSC * scale, table), rotate(k_BHSC * scale, table)
 

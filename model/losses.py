@@ -10,13 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .balance import RouterReport, RunningSum, add_sums
+from .balance import RouterReport, RunningSum, add_sums, pooled_balance
 from .config.model_config import ModelConfig
 from .execution.depth_losses import DepthStates, WeightedLoss
 from .layers import wide_dtype
 from .loops.exits import expected_loss, mean_of_real
 from .loops.steps import DepthSteps
-from .routers.router import Router
+from .routers.router import ChoiceRouter, Router
 
 # Transformer.read_out: (rows, Targets, each token's share or None) to the summed loss, a scalar.
 ReadRows = Callable[..., Tensor]
@@ -77,6 +77,7 @@ class Losses:
         """
         config, steps = self._config, self._steps
         each = config.loops.balance == "each"
+        pools: list[tuple[ChoiceRouter, dict[str, Tensor]]] = []
         reports: dict[int, dict[int | None, list[dict[str, RouterReport]]]] = {}
         for step, report in zip(steps.done, steps.reports, strict=True):
             of_member = reports.setdefault(step.member, {})
@@ -86,6 +87,8 @@ class Losses:
                 loop: add_sums([report[kind].sums for report in found])
                 for loop, found in reports[member].items()
             }
+            if isinstance(router, ChoiceRouter) and router.pool:
+                pools.append((router, router.counted(add_sums(list(sums_by_loop.values())))))
             for name in router.carried:
                 total = add_sums(list(sums_by_loop.values()))[name]
                 self.carried[f"{member}/{kind}/{name}"] = total.detach().sum(0)
@@ -97,6 +100,11 @@ class Losses:
                     share /= len(sums_by_loop)
                     label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
                     self.add(label, loss.coefficient, loss.value_B, share=share)
+        if pools:
+            chosen = pools[0][0].config
+            sums = add_sums([sums for _, sums in pools])
+            value_B = pooled_balance(sums, chosen.balance_scope, running.named("pool"))
+            self.add("load_balancing", chosen.balance, value_B)
 
     def add_own(
         self,

@@ -22,7 +22,7 @@ from .config.model_config import ModelConfig
 from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
 from .initialise import Initializers, uniform, xavier_uniform
-from .layers import NORM, DenseMLP, Linear
+from .layers import DenseMLP, Linear, make_norm
 from .loops.halting import Unhalted
 from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
@@ -174,8 +174,8 @@ class SparseFeedForward(nn.Module):
                 bias_inits=bias_inits,
             )
         )
-        d_shared = experts.num_shared_experts * experts.d_expert
-        self.shared = None
+        d_shared = experts.d_shared
+        self.shared = self.shared_gate = None
         if d_shared:
             self.shared = DenseMLP(
                 config.d_model,
@@ -185,8 +185,12 @@ class SparseFeedForward(nn.Module):
                 up_init=initializers.dense(config.d_model),
                 down_init=initializers.dense(d_shared),
             )
+        if experts.shared_gate:
+            self.shared_gate = Linear(config.d_model, 1, init=initializers.dense(config.d_model))
         self.output_norm = (
-            NORM.get(config.norm_layer)(config.d_model) if experts.output_norm else None
+            make_norm(config.norm_layer, config.norm_eps, config.d_model)
+            if experts.output_norm
+            else None
         )
 
     def forward(
@@ -229,7 +233,10 @@ class SparseFeedForward(nn.Module):
     def _run_shared(self, x_BSD: Tensor, out: list[Tensor]) -> None:
         """Runs the shared experts while the routed rows travel."""
         if self.shared is not None:
-            out.append(self.shared(x_BSD))
+            y_BSD = self.shared(x_BSD)
+            if self.shared_gate is not None:
+                y_BSD = y_BSD * torch.sigmoid(self.shared_gate(x_BSD))
+            out.append(y_BSD)
 
     def expert_outputs(
         self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None

@@ -31,11 +31,11 @@ from ..kernels.gradients import accumulate_weight_gradients
 from .attention.base import LayerCache, past_length
 from .balance import DepthLoad, RunningSum, collect_loads
 from .block import Layer
-from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
+from .config.model_config import DepthStep, ModelConfig
 from .documents import Documents
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
-from .layers import NORM, LayerNorm, wide_dtype
+from .layers import LayerNorm, make_norm, wide_dtype
 from .loops.halting import Halting
 from .loops.program import Loops
 from .loops.steps import DepthSteps, PassOptions
@@ -112,7 +112,8 @@ class Transformer(nn.Module):
         self.loops = Loops(config, initializers)
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         has_final_norm = config.final_norm and config.norm != "post"
-        self.final_norm = NORM.get(config.norm_layer)(config.d_model) if has_final_norm else None
+        norm = make_norm(config.norm_layer, config.norm_eps, config.d_model)
+        self.final_norm = norm if has_final_norm else None
         self.head = ReadOut(
             config.d_model,
             config.vocab_size,
@@ -120,6 +121,7 @@ class Transformer(nn.Module):
             bias=config.head_bias,
             bias_init=initializers.head_bias(),
             tied=config.tied_head,
+            scaling=config.logits_scaling,
         )
 
     def forward(
@@ -232,8 +234,8 @@ class Transformer(nn.Module):
                 x_BSD = x_BSD + self.position_embedding[past:last]
             else:
                 x_BSD = x_BSD + F.embedding(documents.positions_BS, self.position_embedding)
-        if self.config.scale_embedding:
-            x_BSD = x_BSD * self.config.d_model**0.5
+        if (factor := self.config.embedding_factor) != 1:
+            x_BSD = x_BSD * factor
         if self.embedding_norm is not None:
             n_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
             x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight to set its dtype
@@ -268,13 +270,13 @@ def _initializers(config: ModelConfig) -> Initializers:
     """
     depth = 2 if config.norm == "post" else config.num_layers
     rule = config.initialisation
-    scaled = isinstance(rule, ScaledInitialisationConfig)
     return Initializers(
         rule.kind,
         config.d_model,
         depth,
-        rule.scale if scaled else None,
+        getattr(rule, "scale", None),
         rule.expert_axis_norm,
-        scaled_head=scaled and rule.head == "scaled",
-        scaled_embedding=config.scale_embedding,
+        std=getattr(rule, "std", None),
+        scaled_head=getattr(rule, "head", "") == "scaled",
+        embedding_factor=config.embedding_factor,
     )

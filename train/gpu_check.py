@@ -16,6 +16,7 @@ from ..kernels.functional import routed_linear, routed_mlp
 from ..kernels.fused.norm import NormedRows, add_norm, add_norm_reference
 from ..kernels.fused.rotary import rotate_pair, rotate_reference
 from ..kernels.fused.router import route_top_k
+from ..model.config.attention_config import RotaryConfig
 from ..model.layers import rotary_table
 from ..model.routing import token_routes
 
@@ -137,7 +138,7 @@ def _normed(
 
 def _rotated(q_BSHC: Tensor, k_BSHC: Tensor, *, exact: bool = False) -> tuple[Tensor, ...]:
     positions = torch.arange(3, 63, device=q_BSHC.device, dtype=WIDE if exact else torch.float32)
-    cos, sin = rotary_table(positions, WIDTH // 2, 10_000.0)
+    cos, sin = rotary_table(positions, WIDTH // 2, RotaryConfig())
     rows = q_BSHC.transpose(1, 2), k_BSHC.transpose(1, 2)
     if exact:
         return tuple(rotate_reference(x, cos, sin, scale=0.5) for x in rows)

@@ -1,13 +1,12 @@
 """Causal self-attention with rotary positions: SwitchHead (experts on V and O) and dense attention.
 
-MoMHA is in momha.py.
+MoMHA is in momha.py, multi-head latent attention in mla.py.
 
 Legend: B sequences, S positions, M of keys (S and those cached), T = B·S tokens, D model width, H
-heads, C channels of a head, A experts of a head.
+heads of queries, V of keys and values, C channels of a head, A experts of a head.
 """
 
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,79 +14,100 @@ from torch import Tensor
 
 from ..config.attention_config import (
     ATTENTION,
-    RotaryConfig,
+    DenseAttentionConfig,
     SwitchHeadConfig,
     WithPositionsConfig,
 )
 from ..config.model_config import ModelConfig
-from ..documents import Documents
 from ..experts import ExpertLinears
 from ..initialise import Initializer, Initializers, parameter, zeros
-from ..layers import Linear, neighbours_as_halves, rotate_scaled
+from ..layers import Linear, RMSNorm, neighbours_as_halves, rotate_scaled
 from ..moe import SparseLayer
 from ..routers.router import Router
 from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
 from ..routing import Routing, head_to_token_routes, token_to_head_routes
 from .base import Attention, DepthContext
+from .mla import LatentAttention
 from .momha import MoMHA
-
-_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+from .visible import attend_visible
 
 
 class RotaryAttention(Attention):
     """Holds dense queries and keys with rotary positions; subclasses add V and O.
 
-    The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
+    The scale of the scores is split over q and k, which keeps low-precision products in range.
     """
 
     def __init__(self, config: ModelConfig, *, init: Initializer, backend: str) -> None:
         super().__init__(config.attention)
-        self.backend = backend  # of the experts; Triton's rotates in one kernel
-        width = self.num_heads * self.d_head
-        self.query = Linear(config.d_model, width, init=init)
-        self.key = Linear(config.d_model, width, init=init)
-        self.qk_bias, self.qk_norm, self.neighbours = None, False, 0
         attention = config.attention
-        if isinstance(attention, WithPositionsConfig):
-            self.qk_norm, positions = attention.qk_norm, attention.positions
-            if attention.qk_bias:
-                self.qk_bias = parameter(2, self.num_heads, 1, self.d_head, init=zeros)
-            if isinstance(positions, RotaryConfig) and positions.pairs == "neighbours":
-                self.neighbours = attention.rotary_channels
+        own = attention if isinstance(attention, DenseAttentionConfig) else DenseAttentionConfig()
+        shared = attention if isinstance(attention, WithPositionsConfig) else own
+        self.backend = backend  # of the experts; Triton's rotates in one kernel
+        self.sinks: Tensor | None = None  # (H,), in the softmax; they add nothing
+        self.window: int | None = None  # positions that each one sees; None: all before it
+        self.kv_heads = own.num_kv_heads or self.num_heads
+        self.half_scale = self.d_head**-0.25 if own.scale is None else own.scale**0.5
+        widths = self.num_heads * self.d_head, self.kv_heads * self.d_head
+        has_bias = own.bias != "none"
+        self.query = Linear(config.d_model, widths[0], init=init, bias=has_bias)
+        self.key = Linear(config.d_model, widths[1], init=init, bias=has_bias)
+        self.qk_norm, self.neighbours = shared.qk_norm, 0
+        self.qk_bias = self.query_norm = self.key_norm = None
+        if shared.qk_bias:
+            self.qk_bias = parameter(2, self.num_heads, 1, self.d_head, init=zeros)
+        if isinstance(self.qk_norm, str):
+            if self.qk_norm == "per_head":
+                widths = self.d_head, self.d_head
+            eps = {} if config.norm_eps is None else {"eps": config.norm_eps}
+            self.query_norm, self.key_norm = (RMSNorm(width, **eps) for width in widths)
+        if shared.rotary.pairs == "neighbours":
+            self.neighbours = shared.rotary_channels
 
     def _queries_and_keys(self, n_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns queries and keys before they rotate, (B, H, S, C) each."""
-        q_BHSC, k_BHSC = self._heads(self.query(n_BSD)), self._heads(self.key(n_BSD))
+        """Returns queries (B, H, S, C) and keys (B, V, S, C) before they rotate."""
+        q_BSW, k_BSW = self.query(n_BSD), self.key(n_BSD)
+        if self.qk_norm == "all_heads":
+            q_BSW, k_BSW = self._normed(q_BSW, k_BSW)
+        q_BHSC, k_BVSC = self._heads(q_BSW), self._heads(k_BSW)
         if self.qk_bias is not None:
             bias_2H1C = self.qk_bias.to(q_BHSC.dtype)
-            q_BHSC, k_BHSC = q_BHSC + bias_2H1C[0], k_BHSC + bias_2H1C[1]
-        if self.qk_norm:
-            q_BHSC, k_BHSC = (F.rms_norm(x, (self.d_head,)) for x in (q_BHSC, k_BHSC))
+            q_BHSC, k_BVSC = q_BHSC + bias_2H1C[0], k_BVSC + bias_2H1C[1]
+        if self.qk_norm == "per_head":
+            q_BHSC, k_BVSC = self._normed(q_BHSC, k_BVSC)
+        elif self.qk_norm is True:
+            q_BHSC, k_BVSC = (F.rms_norm(x, (self.d_head,)) for x in (q_BHSC, k_BVSC))
         if self.neighbours:
-            q_BHSC, k_BHSC = (neighbours_as_halves(x, self.neighbours) for x in (q_BHSC, k_BHSC))
-        return q_BHSC, k_BHSC
+            q_BHSC, k_BVSC = (neighbours_as_halves(x, self.neighbours) for x in (q_BHSC, k_BVSC))
+        return q_BHSC, k_BVSC
 
-    def attend(self, n_BSD: Tensor, v_BHSC: Tensor, context: DepthContext) -> Tensor:
-        """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.query_norm is not None
+        assert self.key_norm is not None
+        return self.query_norm(q).to(q.dtype), self.key_norm(k).to(k.dtype)
+
+    def attend(self, n_BSD: Tensor, v_BVSC: Tensor, context: DepthContext) -> Tensor:
+        """Returns softmax(scale · rope(q)·rope(k)ᵀ + causal)·v for every head, (B, H, S, C).
 
         With a cache the new positions follow the cached ones: queries and keys rotate by absolute
-        position, and every new query sees the whole past.
+        position, and every new query sees the whole past, or its window of it.
         """
         assert context.rotary is not None
         assert context.unhalted is None, "only MoMHA supports halting"
         # cast once for both products, which keep it for the backward pass
         n_BSD = n_BSD.to(self.query.weight.dtype)
-        scale = self.d_head**-0.25
-        q_BHSC, k_BHSC = rotate_scaled(
+        q_BHSC, k_BVSC = rotate_scaled(
             *self._queries_and_keys(n_BSD),
             context.rotary,
-            scale=scale,
+            scale=self.half_scale,
             backend=self.backend,
         )
-        v_BHSC = v_BHSC.to(q_BHSC.dtype)
+        v_BVSC = v_BVSC.to(q_BHSC.dtype)
         if context.cache is not None:
-            k_BHSC, v_BHSC = context.cache.append(k_BHSC, v_BHSC)
-        return attend_visible(q_BHSC, k_BHSC, v_BHSC, context.documents)
+            k_BVSC, v_BVSC = context.cache.append(k_BVSC, v_BVSC)
+        return attend_visible(
+            q_BHSC, k_BVSC, v_BVSC, context.documents, window=self.window, sinks_H=self.sinks
+        )
 
 
 class SwitchHead(RotaryAttention):
@@ -162,25 +182,36 @@ class SwitchHead(RotaryAttention):
 
 
 class DenseAttention(RotaryAttention):
-    """Makes V and O dense matrices.
+    """Makes V and O dense matrices; V queries' heads can share a head of keys and values.
 
     SwitchHead with one expert per head becomes this plus a gate, a sigmoid of the normalised row
     that multiplies each head's result, as in the official MoEUT release.
     """
 
-    def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
-        gated = config.attention.kind == "switchhead"
+    def __init__(
+        self, config: ModelConfig, initializers: Initializers, *, backend: str, member: int = 0
+    ) -> None:
+        attention = config.attention
+        gated = attention.kind == "switchhead"
         rule = initializers.switchhead if gated else initializers.dense
         output = rule if gated else partial(initializers.dense, is_output=True)
         super().__init__(config, init=rule(config.d_model), backend=backend)
-        width = config.attention.num_heads * config.attention.d_head
-        self.value = Linear(config.d_model, width, init=rule(config.d_model))
-        self.output = Linear(width, config.d_model, init=output(width))
-        self.head_gate = (
-            Linear(config.d_model, config.attention.num_heads, init=rule(config.d_model))
-            if gated
-            else None
+        bias = attention.bias if isinstance(attention, DenseAttentionConfig) else "none"
+        width = self.num_heads * self.d_head
+        self.value = Linear(
+            config.d_model,
+            self.kv_heads * self.d_head,
+            init=rule(config.d_model),
+            bias=bias != "none",
         )
+        self.output = Linear(width, config.d_model, init=output(width), bias=bias == "qkvo")
+        self.head_gate = (
+            Linear(config.d_model, self.num_heads, init=rule(config.d_model)) if gated else None
+        )
+        if isinstance(attention, DenseAttentionConfig):
+            self.window = attention.window_of(member)
+            if attention.sinks:
+                self.sinks = parameter(self.num_heads, init=initializers.sinks())
 
     def forward(
         self,
@@ -193,52 +224,23 @@ class DenseAttention(RotaryAttention):
         """Computes dense attention, and returns no routings."""
         same_input = value_input_BSD is n_BSD
         n_BSD = n_BSD.to(self.query.weight.dtype)  # cast once for all products
-        v_BHSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
-        attended_BSHC = self.attend(n_BSD, v_BHSC, context).transpose(1, 2)
+        v_BVSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
+        attended_BSHC = self.attend(n_BSD, v_BVSC, context).transpose(1, 2)
         if self.head_gate is not None:
             attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
         return self.output(attended_BSHC.flatten(2)), {}
 
 
-def attend_visible(
-    q_BHSC: Tensor, k_BHMC: Tensor, v_BHMC: Tensor, documents: Documents | None
-) -> Tensor:
-    """Returns softmax(q·kᵀ + causal)·v, within documents if attention respects them, (B, H, S, C).
-
-    Queries and keys are scaled already; the queries are the last S of M positions. Documents need a
-    mask only where torch's variable-length attention does not run, as in float32.
-    """
-    new, total, channels = q_BHSC.shape[2], k_BHMC.shape[2], q_BHSC.shape[3]
-    if documents is None or documents.positions_BS is None:
-        if new == total:
-            return F.scaled_dot_product_attention(q_BHSC, k_BHMC, v_BHMC, is_causal=True, scale=1.0)
-        visible = torch.ones(new, total, dtype=torch.bool, device=q_BHSC.device).tril(total - new)
-    elif documents.offsets is None or q_BHSC.dtype not in _VARLEN_DTYPES or channels > 256:
-        visible = documents.visible_B1SS
-    else:
-        return _attend_runs(q_BHSC, k_BHMC, v_BHMC, documents.offsets, documents.longest)
-    return F.scaled_dot_product_attention(q_BHSC, k_BHMC, v_BHMC, attn_mask=visible, scale=1.0)
-
-
-def _attend_runs(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """Attends within each run of rows laid end to end; every tensor is (B, H, S, C)."""
-    from torch.nn.attention.varlen import varlen_attn  # late: imports torch's compiler, seconds
-
-    batch, _, length, channels = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    if missing := -channels % 8:  # of what the kernel takes
-        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-    runs, causal = (offsets, offsets, longest, longest), (-1, 0)
-    attended_THC = cast(Tensor, varlen_attn(q, k, v, *runs, scale=1.0, window_size=causal))
-    return attended_THC.narrow(-1, 0, channels).unflatten(0, (batch, length)).transpose(1, 2)
-
-
-def make_attention(config: ModelConfig, initializers: Initializers, *, backend: str) -> Attention:
-    """Builds the attention that `config` selects."""
+def make_attention(
+    config: ModelConfig, initializers: Initializers, member: int, *, backend: str
+) -> Attention:
+    """Builds the attention that `config` selects, of a layer of the group."""
     if config.attention.kind not in ATTENTION.classes:
         return ATTENTION.entry(config.attention.kind)(config, initializers, backend=backend)
     if config.attention.kind == "momha":
         return MoMHA(config, initializers, backend=backend)
+    if config.attention.kind == "mla":
+        return LatentAttention(config, initializers)
     if config.attention.expert_count:
         return SwitchHead(config, initializers, backend=backend)
-    return DenseAttention(config, initializers, backend=backend)
+    return DenseAttention(config, initializers, backend=backend, member=member)

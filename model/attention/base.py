@@ -23,7 +23,7 @@ from ..routing import Routing
 class LayerCache:
     """Caches one depth step's keys and values, (B, H, past, C).
 
-    Keys are stored after rotation.
+    Keys are stored after rotation. Latent attention caches its rotated key and its latent, of one head.
     """
 
     keys: Tensor | None = None
@@ -135,4 +135,4 @@ class Attention(nn.Module):
 
     def _heads(self, x_BSW: Tensor) -> Tensor:
         """Splits (B, S, H·C) into heads: (B, H, S, C)."""
-        return x_BSW.unflatten(-1, (self.num_heads, self.d_head)).transpose(1, 2)
+        return x_BSW.unflatten(-1, (-1, self.d_head)).transpose(1, 2)

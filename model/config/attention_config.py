@@ -3,14 +3,17 @@
 Symbols in the papers: H `num_heads`, C `d_head`, N_A `num_experts` (SwitchHead's: per head).
 """
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     SerializeAsAny,
     model_validator,
@@ -18,6 +21,40 @@ from pydantic import (
 
 from ...plugins import is_subclass
 from .sections import Section
+
+
+class YarnConfig(BaseModel):
+    """Configures YaRN (arXiv 2309.00071, §3.2), which stretches slow rotations to longer texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    factor: PositiveFloat = 4.0
+    """How many times longer texts become; slow rotations turn by 1/`factor`."""
+
+    original_positions: PositiveInt = 4096
+    """Positions of the texts that the model was trained on before."""
+
+    beta_fast: PositiveFloat = 32.0
+    """Turns within `original_positions` from which a rotation keeps its speed."""
+
+    beta_slow: PositiveFloat = 1.0
+    """Turns up to which a rotation is slowed by the whole `factor`."""
+
+    truncate: bool = True
+    """Rounds the bounds between fast and slow to whole pairs of channels."""
+
+    def speeds(self, width: int, base: float) -> list[float]:
+        """Returns the factor of each of `width`/2 rotations, from 1/`factor` to 1."""
+        bounds = [
+            width * math.log(self.original_positions / (2 * math.pi * turns)) / (2 * math.log(base))
+            for turns in (self.beta_fast, self.beta_slow)
+        ]
+        if self.truncate:
+            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+        low, high = max(bounds[0], 0), min(bounds[1], width - 1)
+        high += 0.001 if low == high else 0
+        slowed = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(width // 2)]
+        return [1 - slow + slow / self.factor for slow in slowed]
 
 
 class RotaryConfig(BaseModel):
@@ -34,6 +71,12 @@ class RotaryConfig(BaseModel):
 
     pairs: Literal["halves", "neighbours"] = "halves"
     """Which channels rotate together: i and i + width/2, or 2i and 2i + 1."""
+
+    amplitude: PositiveFloat = 1.0
+    """Factor of the rotated channels (YaRN's attention factor)."""
+
+    yarn: YarnConfig | None = Field(default=None, examples=[{"factor": 4}])
+    """Stretches positions to texts longer than the model was trained on; none: as they are."""
 
 
 class LearnedPositionsConfig(BaseModel):
@@ -87,9 +130,14 @@ class AttentionConfig(BaseModel):
         return 0
 
     @property
-    def rotary_base(self) -> float:
-        """Returns the base of the rotation's frequencies."""
-        return RotaryConfig().base
+    def rotary(self) -> RotaryConfig:
+        """Returns how positions rotate; of no meaning if no channel does."""
+        return RotaryConfig()
+
+    @property
+    def cached_numbers(self) -> int:
+        """Returns how many numbers a token leaves in the cache of a depth step."""
+        return 2 * self.num_heads * self.d_head
 
     @property
     def max_positions(self) -> int | None:
@@ -104,9 +152,10 @@ class WithPositionsConfig(AttentionConfig):
     qk_bias: bool = False
     """Adds a learned vector to the queries and keys of every head, before they rotate (Huginn)."""
 
-    qk_norm: bool = False
-    """Divides the queries and keys of every head by their root mean square, without a weight
-    (Parcae)."""
+    qk_norm: bool | Literal["per_head", "all_heads"] = False
+    """Divides queries and keys by their root mean square before they rotate: of every head without a
+    weight (true, Parcae), of every head with one weight of `d_head` for all ("per_head", Qwen3), or
+    over all heads together ("all_heads", OLMoE)."""
 
     @property
     def rotary_channels(self) -> int:
@@ -123,10 +172,9 @@ class WithPositionsConfig(AttentionConfig):
         return positions.max_positions if isinstance(positions, LearnedPositionsConfig) else None
 
     @property
-    def rotary_base(self) -> float:
-        """Returns the base of the rotation's frequencies."""
-        positions = self.positions if isinstance(self.positions, RotaryConfig) else RotaryConfig()
-        return positions.base
+    def rotary(self) -> RotaryConfig:
+        """Returns how positions rotate; of no meaning if no channel does."""
+        return self.positions if isinstance(self.positions, RotaryConfig) else RotaryConfig()
 
     @property
     def _usual_width(self) -> int:
@@ -147,6 +195,106 @@ class DenseAttentionConfig(WithPositionsConfig):
     """Describes multi-head attention without experts."""
 
     kind: Literal["dense"] = "dense"
+    num_kv_heads: PositiveInt | None = None
+    """Heads of keys and values, each read by `num_heads` / `num_kv_heads` neighbouring query heads
+    (grouped-query attention, arXiv 2305.13245); none: `num_heads`."""
+
+    bias: Literal["none", "qkv", "qkvo"] = "none"
+    """Which of the query, key, value and output maps have a bias."""
+
+    scale: PositiveFloat | None = None
+    """Factor of the scores before the softmax; none: 1/√`d_head`."""
+
+    window: PositiveInt | None = None
+    """How many positions a position sees, itself included; none: all before it."""
+
+    window_layers: Literal["all"] | tuple[NonNegativeInt, ...] = "all"
+    """Layers of the group that have the window, counted from 0; others see all positions."""
+
+    sinks: bool = False
+    """Gives every head a learned logit that takes part in its softmax and adds nothing (gpt-oss)."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Returns the heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def cached_numbers(self) -> int:
+        """Returns how many numbers a token leaves in the cache of a depth step."""
+        return 2 * self.kv_heads * self.d_head
+
+    def window_of(self, member: int) -> int | None:
+        """Returns how many positions a layer of the group sees; None: all before it."""
+        listed = self.window_layers == "all" or member in self.window_layers
+        return self.window if listed else None
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            )
+        if self.window_layers != "all" and self.window is None:
+            raise ValueError(
+                f"window_layers={list(self.window_layers)} without a window: set window"
+            )
+        return self
+
+
+class MLAConfig(AttentionConfig):
+    """Describes multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1).
+
+    Keys and values are read out of one latent per token, and one rotated key serves all heads.
+    """
+
+    kind: Literal["mla"] = "mla"
+    d_rotary: PositiveInt = 16
+    """Channels of a head's query and of the shared key that rotate, beside the `d_head` that do not."""
+
+    d_value: PositiveInt = 32
+    """Channels of a head's value."""
+
+    kv_rank: PositiveInt = 64
+    """Width of the latent of keys and values, which is what the cache holds."""
+
+    q_rank: PositiveInt | None = None
+    """Width of the queries' latent; none: queries are read directly."""
+
+    bias: bool = False
+    """Gives the maps to the latents and the output map a bias."""
+
+    scale: PositiveFloat | None = None
+    """Factor of the scores before the softmax; none: 1/√(`d_head` + `d_rotary`)."""
+
+    positions: RotaryConfig = RotaryConfig()
+    """How the rotated channels rotate; all of them do."""
+
+    @property
+    def rotary_channels(self) -> int:
+        """Returns how many channels of a head rotate."""
+        return self.d_rotary
+
+    @property
+    def rotary(self) -> RotaryConfig:
+        """Returns how positions rotate."""
+        return self.positions
+
+    @property
+    def cached_numbers(self) -> int:
+        """Returns how many numbers a token leaves in the cache of a depth step."""
+        return self.kv_rank + self.d_rotary
+
+    @model_validator(mode="after")
+    def _check_rotary(self) -> Self:
+        if self.d_rotary % 2:
+            raise ValueError(f"d_rotary={self.d_rotary}: channels rotate in pairs; make it even")
+        if self.positions.width not in (None, self.d_rotary):
+            raise ValueError(
+                f"positions.width={self.positions.width} with d_rotary={self.d_rotary}: all of d_rotary "
+                "rotate; set positions.width=none"
+            )
+        return self
 
 
 class SwitchHeadConfig(WithPositionsConfig):
@@ -231,13 +379,22 @@ class MoMHAConfig(AttentionConfig):
 ATTENTION = Section(
     "attention",
     "attention",
-    {"switchhead": SwitchHeadConfig, "dense": DenseAttentionConfig, "momha": MoMHAConfig},
+    {
+        "switchhead": SwitchHeadConfig,
+        "dense": DenseAttentionConfig,
+        "momha": MoMHAConfig,
+        "mla": MLAConfig,
+    },
     config_of=lambda entry: getattr(entry, "Config", entry),
     kept=("num_heads", "d_head", "positions", "qk_bias", "qk_norm"),
     own="a subclass of Attention whose Config is a subclass of AttentionConfig",
     fits=lambda found: is_subclass(getattr(found, "Config", None), AttentionConfig),
 )
 AnyAttentionConfig = Annotated[
-    SwitchHeadConfig | DenseAttentionConfig | MoMHAConfig | SerializeAsAny[AttentionConfig],
+    SwitchHeadConfig
+    | DenseAttentionConfig
+    | MoMHAConfig
+    | MLAConfig
+    | SerializeAsAny[AttentionConfig],
     BeforeValidator(ATTENTION.read),
 ]

@@ -72,10 +72,21 @@ class ExpertsConfig(FeedForwardConfig):
     """Number of parts that a row is split into before routing (MH-MoE)."""
 
     num_shared_experts: NonNegativeInt = 0
-    """Experts of width `d_expert` that every token uses, outside the router."""
+    """Experts that every token uses, outside the router."""
+
+    d_shared_expert: PositiveInt | None = None
+    """Hidden width of a shared expert; none: `d_expert`."""
+
+    shared_gate: bool = False
+    """Multiplies what shared experts add by a sigmoid of the row (Qwen2-MoE)."""
 
     output_norm: bool = False
     """Applies a LayerNorm to the experts' outputs."""
+
+    @property
+    def d_shared(self) -> int:
+        """Returns the hidden width of all shared experts together; 0: there are none."""
+        return self.num_shared_experts * (self.d_shared_expert or self.d_expert)
 
     def is_sparse(self, member: int, layers_per_group: int) -> bool:
         """Returns whether this layer of the group has experts."""
@@ -93,6 +104,14 @@ class ExpertsConfig(FeedForwardConfig):
     def experts_per_row(self, seq_len: int) -> float:
         """Returns the mean number of experts that serve one token or sub-token."""
         return self.router.active_experts(self.num_experts, seq_len * self.sub_tokens)
+
+    @model_validator(mode="after")
+    def _check_shared(self) -> Self:
+        given = {"d_shared_expert": self.d_shared_expert, "shared_gate": self.shared_gate}
+        for key, value in given.items():
+            if value and not self.num_shared_experts:
+                raise ValueError(f"{key}={value} without shared experts: set num_shared_experts")
+        return self
 
     @model_validator(mode="after")
     def _check_router(self) -> Self:

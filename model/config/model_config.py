@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from ...plugins import is_own
 from ..layers import NORM
 from ..routers.router import Promises
 from ..routers.table import ROUTER
@@ -66,6 +67,19 @@ class InitialisationConfig(BaseModel):
     """
 
 
+class NormalInitialisationConfig(BaseModel):
+    """Starts every matrix from N(0, `std`), norms at 1 and biases at 0 (Mixtral, Qwen, DeepSeek)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["normal"] = "normal"
+    std: PositiveFloat = 0.02
+    """Standard deviation of every matrix, the embedding and routers too."""
+
+    expert_axis_norm: bool = False
+    """Gives V and O weights unit norm across the expert axis at the start."""
+
+
 class ScaledInitialisationConfig(BaseModel):
     """Starts from truncated normals of variance scale / fan-in (Switch, Mixture of Tokens)."""
 
@@ -93,11 +107,13 @@ INITIALISATION = Section(
         "sut": InitialisationConfig,
         "takase": InitialisationConfig,
         "scaled": ScaledInitialisationConfig,
+        "normal": NormalInitialisationConfig,
     },
     kept=("expert_axis_norm",),
 )
 AnyInitialisationConfig = Annotated[
-    InitialisationConfig | ScaledInitialisationConfig, BeforeValidator(INITIALISATION.read)
+    InitialisationConfig | ScaledInitialisationConfig | NormalInitialisationConfig,
+    BeforeValidator(INITIALISATION.read),
 ]
 
 # The sections that have kinds, by path.
@@ -155,6 +171,9 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     norm_layer: Annotated[str, NORM] = "layernorm"
     """The norm; your own subclass of torch.nn.Module returns float32 rows."""
 
+    norm_eps: PositiveFloat | None = None
+    """What norms add to the variance or mean square; none: 1e-5 for layernorm, 1e-6 for rmsnorm."""
+
     attention: AnyAttentionConfig = SwitchHeadConfig()
     feed_forward: AnyFeedForwardConfig = ExpertsConfig()
     halting: HaltingConfig | None = Field(default=None, examples=[{"loss": 0.01}])
@@ -163,8 +182,14 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     """
 
     loops: LoopsConfig = LoopsConfig()
-    scale_embedding: bool = False
-    """Multiplies the embedded tokens by √`d_model`."""
+    scale_embedding: bool | PositiveFloat = False
+    """Multiplies the embedded tokens by √`d_model` (true), or by a number (Granite)."""
+
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor of what attention and feed-forward add to the residual stream (Granite)."""
+
+    logits_scaling: PositiveFloat = 1.0
+    """Divides the rows that the read-out multiplies, and so the logits (Granite)."""
 
     final_norm: bool = True
     """Applies a norm before the read-out; a post-norm model never has one."""
@@ -201,6 +226,13 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         for path in sorted(values, key=kinds_first):
             set_value(plain, path, values[path], SECTIONS)
         return type(self).model_validate(plain)
+
+    @property
+    def embedding_factor(self) -> float:
+        """Returns what embedded tokens are multiplied by."""
+        return (
+            self.d_model**0.5 if self.scale_embedding is True else float(self.scale_embedding or 1)
+        )
 
     @property
     def num_repeats(self) -> int:
@@ -373,11 +405,26 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return self
 
     @model_validator(mode="after")
-    def _check_momha(self) -> Self:
-        if self.attention.kind == "momha" and self.norm == "peri":
+    def _check_norms(self) -> Self:
+        if self.attention.kind in ("momha", "mla") and self.norm == "peri":
             raise ValueError(
-                'attention.kind="momha" computes keys and values from the same rows, unlike '
-                'norm="peri": set norm="post", as SUT does, or "pre"'
+                f"attention.kind={self.attention.kind!r} computes keys and values from the same rows, "
+                'unlike norm="peri": set norm="post", as SUT does, or "pre"'
+            )
+        if self.norm_eps is not None and is_own(self.norm_layer):
+            raise ValueError(
+                f"norm_eps={self.norm_eps} with norm_layer={self.norm_layer!r}: your own norm has its own; "
+                "leave norm_eps out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        listed = getattr(self.attention, "window_layers", "all")
+        if isinstance(listed, tuple) and max(listed, default=0) >= self.layers_per_group:
+            raise ValueError(
+                f"attention.window_layers={list(listed)} names layer {max(listed)}, and "
+                f"layers_per_group={self.layers_per_group}: layers are counted from 0"
             )
         return self
 

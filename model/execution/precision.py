@@ -88,4 +88,5 @@ def enters_a_product(name: str) -> bool:
     *modules, attribute = name.split(".")
     if any(module.endswith(_FULL_PRECISION) for module in modules):
         return False
-    return not attribute.endswith(("bias", "embedding")) and attribute not in ("b_up", "b_down")
+    beside = ("b_up", "b_down", "sinks")
+    return not attribute.endswith(("bias", "embedding")) and attribute not in beside

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..config.model_config import DepthStep, ModelConfig
 from ..initialise import Initializers, constant, identity, parameter, zeros
-from ..layers import NORM, Linear, wide_dtype
+from ..layers import Linear, make_norm, wide_dtype
 from .depth import PassDepth
 from .exits import ExitGate
 from .steps import DepthSteps
@@ -152,7 +152,9 @@ class Loops(nn.Module):
         elif program.inject == "add":
             self.injection = Injection()
         self.input_norm = (
-            NORM.get(config.norm_layer)(config.d_model) if program.input_norm else None
+            make_norm(config.norm_layer, config.norm_eps, config.d_model)
+            if program.input_norm
+            else None
         )
         self.condition = None
         if program.condition != "none":

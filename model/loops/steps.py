@@ -126,7 +126,9 @@ class DepthSteps:
         cache = None if self._cache is None else self._cache[step.index]
         if cache is not None:
             cache.forget_from(self.past)  # what an earlier loop has left in a shared entry
-        scale = 1.0 if step.loop is None else self._core_scale
+        scale = self._config.residual_multiplier
+        if step.loop is not None:
+            scale *= self._core_scale
         draws = self._draws_of(step, live)
         context = replace(context, cache=cache, residual_scale=scale, draws=draws)
         x_BSD, report = self._layers[step.member](x_BSD, context)

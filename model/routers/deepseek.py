@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from ..balance import RunningSum, count_chosen, document_sums
+from ..balance import count_chosen, document_sums
 from ..execution.recompute import save_decision
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
 from ..routing import Routing
-from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConfig
+from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 
 class DeepSeekConfig(TopKConfig, ChoiceConfig):
@@ -58,7 +58,7 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
     """Factor of the gate weights."""
 
     bias_rate: NonNegativeFloat = 0.001
-    """Step size γ of the bias; 0: no bias."""
+    """Step size γ of the bias; 0: it stays as it is, which is 0 in a new model."""
 
     bias_until_step: NonNegativeInt | None = None
     """First step in which the bias stays fixed; none: never."""
@@ -164,9 +164,9 @@ class DeepSeekRouter(ChoiceRouter):
             sums |= document_sums(routing, chosen_TK=preferred_TK)
         return sums
 
-    def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """Computes the balancing loss over the experts that rows prefer without the bias."""
-        return super().losses(sums | {"load": sums["preferred"]}, running)
+    def counted(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Counts the experts that rows prefer without the bias."""
+        return sums | {"load": sums["preferred"]}
 
     @torch.no_grad()
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:

@@ -15,9 +15,9 @@ feed-forward), A experts of a head, K experts chosen, N routes.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from ...kernels.fused.router import Gate, can_route, route_top_k
@@ -206,9 +206,24 @@ class ChoiceConfig(RouterConfig):
     balance_choices: Literal["all", "first"] = "all"
     """What f counts: all K choices of a row, or only its first (GShard, Switch, torchscale)."""
 
+    balance_pool: bool = False
+    """Balances all layers in one pool, E·Σ_e f_e·P_e with f_e the choices of e per row and P_e the mean
+    probability, both over the rows of all layers, K at perfect balance (as transformers does); else
+    each layer by itself."""
+
     z_loss: NonNegativeFloat = 0.0
     """Weight of the mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv
     2202.08906, eq. 5)."""
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> Self:
+        if self.balance_pool and (self.balance_form, self.balance_choices) != ("load", "all"):
+            raise ValueError(
+                f"balance_pool=true with balance_form={self.balance_form!r}, "
+                f'balance_choices={self.balance_choices!r}: a pool needs balance_form="load" and '
+                'balance_choices="all"'
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -286,11 +301,22 @@ class ChoiceRouter(Router):
             sums |= document_sums(routing, first_choices=first)
         return sums
 
+    @property
+    def pool(self) -> float:
+        """Returns the coefficient of the balancing loss over all layers; 0: it is no part of it."""
+        return self.config.balance if self.config.balance_pool else 0.0
+
+    def counted(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the statistics with the load that the balancing loss counts."""
+        return sums
+
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         """Returns the balancing loss and the z-loss, if configured."""
         config, found = self.config, []
-        if config.balance:
-            value_B = balance_value(sums, config.balance_form, config.balance_scope, running)
+        if config.balance and not config.balance_pool:
+            value_B = balance_value(
+                self.counted(sums), config.balance_form, config.balance_scope, running
+            )
             names = {"load": "load_balancing", "entropy": "negative_entropy"}
             name = names.get(config.balance_form) or config.balance_form.partition(":")[2]
             is_mean = config.balance_form != "entropy"

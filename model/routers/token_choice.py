@@ -33,6 +33,9 @@ class TokenChoiceConfig(CapacityConfig):
     renormalise: bool = False
     """Makes the K gate weights sum to 1: a softmax over the chosen logits."""
 
+    bias: bool = False
+    """Adds a learned number per expert to the logits (gpt-oss)."""
+
     second_expert: Literal["always", "random"] = "always"
     """With "random", training uses the second expert with probability min(1, 2·its renormalised
     weight); evaluation always uses it.
@@ -73,6 +76,7 @@ class TokenChoiceRouter(CapacityRouter):
     ) -> None:
         super().__init__(config, d_row, num_experts, init=init)
         self.weight = parameter(num_experts, d_row, init=init)
+        self.bias = parameter(num_experts, init=init) if config.bias else None
 
     def choose(self, x_TD: Tensor) -> Choice:
         """Chooses the K largest logits of every row, in one kernel where available
@@ -80,11 +84,13 @@ class TokenChoiceRouter(CapacityRouter):
         """
         rows_TD = self._jittered(x_TD.to(own_dtype(x_TD, self.weight)))
         gate: Gate = "softmax_of_chosen" if self.config.renormalise else "softmax"
-        found = self.route_in_one(rows_TD, self.weight, gate=gate)
+        found = None if self.config.bias else self.route_in_one(rows_TD, self.weight, gate=gate)
         if found is not None:
             logits_T1E, experts_T1K, weights_T1K = found
             return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
         logits_TE = router_logits(rows_TD, self.weight)
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias.to(logits_TE.dtype)
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
         weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=self.config.renormalise)
         return Choice(experts_TK, weights_TK, logits_TE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moebius.model.config.attention_config import RotaryConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.layers import RotaryTable, rotary_of, rotary_table, rotate
 
@@ -14,7 +15,7 @@ PLACES = torch.arange(FIRST, FIRST + POSITIONS)
 
 
 def table(width: int = WIDTH) -> RotaryTable:
-    return rotary_table(PLACES.float(), width, BASE)
+    return rotary_table(PLACES.float(), width, RotaryConfig(base=BASE))
 
 
 def rows(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,7 +52,7 @@ def test_pairs_are_rotated_and_gradients_rotated_back(dtype: torch.dtype, tolera
 
 def test_float64_rows_are_rotated_in_float64() -> None:
     x = rows(torch.float64)
-    wide = rotary_table(PLACES.double(), WIDTH, BASE)
+    wide = rotary_table(PLACES.double(), WIDTH, RotaryConfig(base=BASE))
     torch.testing.assert_close(rotate(x, wide), by_hand(x), rtol=0, atol=1e-14)
     attention = ModelConfig.from_dotted({"attention.d_head": 8}).attention
     table = rotary_of(attention, torch.zeros(1, 3, 128, dtype=torch.float64), 0, None)

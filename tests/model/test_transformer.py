@@ -109,7 +109,7 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
     attention = model.config.attention
     positions = torch.arange(61, dtype=x.dtype)
-    rotary = rotary_table(positions, attention.rotary_channels, attention.rotary_base)
+    rotary = rotary_table(positions, attention.rotary_channels, attention.rotary)
     for member in {"abab": "010101", "aabb": "000111"}[order]:
         layer = layers(model)[int(member)]
         a = layer.attention_norm(x + layer.attention(x, x, DepthContext(rotary))[0])

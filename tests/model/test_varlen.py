@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 from torch_modes import Operations
 
 from moebius.model import documents as documents_module
-from moebius.model.attention import attention
-from moebius.model.attention.attention import attend_visible
+from moebius.model.attention import visible
+from moebius.model.attention.visible import attend_visible
 from moebius.model.documents import Documents, has_varlen_attention, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
 from moebius.model.loops.depth import own_depth
@@ -175,7 +175,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
     ran.clear()
     monkeypatch.setattr(documents_module, "has_varlen_attention", lambda device: found.exists)
-    monkeypatch.setattr(attention, "_VARLEN_DTYPES", (torch.bfloat16, torch.float32, torch.float64))
+    monkeypatch.setattr(visible, "_VARLEN_DTYPES", (torch.bfloat16, torch.float32, torch.float64))
     return found
 
 

@@ -110,7 +110,13 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
-        """Checks that batches have document ids if a loss needs them."""
+        """Checks that batches have document ids if a loss needs them, and that it is one of documents."""
+        router = None if self.model.experts is None else self.model.experts.router
+        if self.train.balance_documents and getattr(router, "balance_pool", False):
+            raise ValueError(
+                "train.balance_documents=true with router.balance_pool=true: a pool of all layers has no "
+                "documents; set one of them to false"
+            )
         given = self.data.document_attention or self.data.packing == "best_fit"
         if self.train.balance_documents and not given:
             raise ValueError(

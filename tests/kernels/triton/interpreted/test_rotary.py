@@ -12,6 +12,7 @@ from torch import Tensor
 from moebius.kernels.fused import rotary as operators
 from moebius.kernels.fused.rotary import rotate_pair, rotate_reference
 from moebius.kernels.triton import rotary as kernels
+from moebius.model.config.attention_config import RotaryConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.layers import RotaryTable, rotary_table, rotate_scaled
 from moebius.model.transformer import Transformer
@@ -66,10 +67,12 @@ def make_pair(rows: Rows) -> list[Tensor]:
 def make_table(rows: Rows, *, batched: bool) -> RotaryTable:
     """Returns a table of positions from 5 on, or of different positions per sequence."""
     if not batched:
-        return rotary_table(torch.arange(5.0, 5 + rows.length), rows.width, 100.0)
+        return rotary_table(
+            torch.arange(5.0, 5 + rows.length), rows.width, RotaryConfig(base=100.0)
+        )
     generator = torch.Generator().manual_seed(2)
     positions = torch.randint(50, (rows.batch, 1, rows.length), generator=generator)
-    return rotary_table(positions.float(), rows.width, 100.0)
+    return rotary_table(positions.float(), rows.width, RotaryConfig(base=100.0))
 
 
 @pytest.mark.parametrize("batched", [False, True])
