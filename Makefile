@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 3
+WORKERS ?= 4
 # Distributions of their own in this repository, each with its pyproject.toml and its tests. They use the core; it does not know them.
 SATELLITES := conform dashboard science
 LINKS := build/types/moebius $(SATELLITES:%=build/types/moebius_%)
@@ -32,7 +32,7 @@ help:  ## show this
 train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume a small run on a simulated cluster
 	$(BIN)/moebius submit smoke
 
-test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's tests except the slow ones, on three processes (WORKERS=8: on eight)
+test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's tests except the slow ones, on four processes (WORKERS=8: on eight)
 	$(PYTEST) --durations=10
 
 # What failed beside others runs once more, alone; one that passes there is listed, and is still a fault to mend.

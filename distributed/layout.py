@@ -54,7 +54,7 @@ class MeshConfig(BaseModel):
 
     dispatcher: Annotated[str, DISPATCHER] = Field(default=AUTO, examples=["alltoall"])
     """How rows reach their experts. "auto" selects "local" if ep is 1, else "dedup", or "symmetric"
-    if an EP group shares a node's memory and is faster through it."""
+    if an EP group on CPUs shares a node's memory."""
 
     check_every: int = Field(default=0, ge=0)
     """Checks the exchanges of every n-th pass of a sparse layer; 0 checks none. All ranks compare the

@@ -14,25 +14,23 @@ experts, and combine (send back, wait, sum). exchange.py explains how collective
 work between start and wait. Each dispatcher's module gives its flow and cost; benchmarks/dispatch.py
 measures them.
 
-If all ranks of an EP group are on one node, `auto` measures: rows can go through the node's memory
-(`symmetric`) or through collectives (`dedup`). Both give the same bits, so a run may switch between
-them whenever it restarts. A few alternating passes of each take some milliseconds; the slowest rank counts.
+If all ranks of an EP group are on one node and on CPUs, `auto` sends rows through the node's memory
+(`symmetric`), otherwise through collectives (`dedup`). Both give the same bits, so a run may switch
+between them whenever it restarts.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
-from ...model.routing import Routes, token_routes
 from ..symmetric.outbox import Outbox, open_outbox
 from .base import ExpertParallelDispatcher, NodeGroups, Setup, nodes_of
-from .exchange import Counters, gathered
+from .exchange import Counters
 from .expert_map import ExpertMap
 from .table import (
     AUTO,
@@ -44,9 +42,6 @@ from .table import (
     needs_outbox,
     resolved_dispatcher,
 )
-
-_TOKENS, _TOP_K, _WIDTH = 256, 4, 128  # 128 KiB of float32 rows
-_PASSES = 4  # of each; the first is not counted
 
 
 def make_dispatcher(
@@ -135,7 +130,7 @@ def choose_dispatcher(
         return DispatcherChoice(wanted)
     outbox = _outbox_of(group, device, ranks_per_node, timeout_s)
     if isinstance(outbox, Outbox):
-        return _faster(group, outbox) if undecided else DispatcherChoice(wanted, outbox)
+        return DispatcherChoice(SHARED_MEMORY if undecided else wanted, outbox)
     if undecided:
         return DispatcherChoice(DEFAULT, why=f"no shared memory: {outbox}")
     raise ValueError(
@@ -154,53 +149,3 @@ def _outbox_of(
     if len(set(nodes_of(dist.get_process_group_ranks(group), ranks_per_node))) > 1:
         return "the ranks are on several nodes"
     return open_outbox(group, timeout_s=timeout_s)
-
-
-def _faster(group: dist.ProcessGroup, outbox: Outbox) -> DispatcherChoice:
-    """Times `dedup` and `symmetric` in alternating passes, and returns the faster. Collective.
-
-    Closes an outbox that is not used.
-    """
-    x, routes = _work(group)
-    candidates = {
-        DEFAULT: make_dispatcher(DEFAULT, group),
-        SHARED_MEMORY: make_dispatcher(SHARED_MEMORY, group, outbox=outbox),
-    }
-    spent_s = dict.fromkeys(candidates, 0.0)
-    for number in range(_PASSES):
-        for name, dispatcher in candidates.items():
-            began_s = time.perf_counter()
-            _pass(dispatcher, x, routes)
-            spent_s[name] += time.perf_counter() - began_s if number else 0.0
-    own = torch.tensor([spent_s[name] for name in candidates], dtype=torch.float64)
-    by_collectives, by_memory = gathered(own, group).amax(0).div(_PASSES - 1).tolist()
-    why = (
-        f"a round trip of {_TOKENS} rows of {4 * _WIDTH} bytes takes {by_memory * 1e3:.1f} ms through the "
-        f"node's memory, {by_collectives * 1e3:.1f} ms through collectives"
-    )
-    if by_memory < by_collectives:
-        return DispatcherChoice(SHARED_MEMORY, outbox, why)
-    outbox.close()
-    return DispatcherChoice(DEFAULT, why=why)
-
-
-def _work(group: dist.ProcessGroup) -> tuple[Tensor, Routes]:
-    """Returns rows, and their routes to equally many experts per rank."""
-    num_experts = _TOP_K * group.size()
-    generator = torch.Generator().manual_seed(group.rank())
-    scores = torch.rand(_TOKENS, num_experts, generator=generator)
-    experts = scores.topk(_TOP_K).indices
-    weights = torch.rand(_TOKENS, _TOP_K, generator=generator)
-    x = torch.rand(_TOKENS, _WIDTH, generator=generator, requires_grad=True)
-    return x, token_routes(experts, weights, num_experts=num_experts)
-
-
-def _pass(dispatcher: Dispatcher, x: Tensor, routes: Routes) -> None:
-    """Runs a forward and backward pass with trivial experts."""
-    with torch.enable_grad():
-        dispatched = dispatcher.dispatch(x, routes)
-        rows, own = dispatched.x_UD, dispatched.routes
-        gated = rows[own.source_N] * own.weight_N[:, None]
-        zeros = rows.new_zeros(own.num_targets, rows.shape[1])
-        sums = dispatched.combine(zeros.index_add(0, own.target_N, gated))
-        torch.autograd.grad(sums.sum(), x)

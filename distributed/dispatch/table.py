@@ -13,7 +13,7 @@ from ...plugins import Registry
 AUTO = "auto"
 LOCAL = "local"  # every expert is on this rank, so nothing is sent
 DEFAULT = "dedup"  # "auto" with ep > 1,
-SHARED_MEMORY = "symmetric"  # unless this can run and is faster (choose.py)
+SHARED_MEMORY = "symmetric"  # unless this can run (choose.py)
 
 
 @dataclass(frozen=True)
