@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LoadedModel,
         Rows,
         Size,
+        Start,
         Trace,
         TrainingFailed,
         build,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         resume,
         score_tasks,
         size_of,
+        start_from,
         submit,
     )
     from .cluster.report.run_records import RunHistory, find_runs, history, status, stop
@@ -46,6 +48,7 @@ __all__ = [
     "Rows",
     "RunHistory",
     "Size",
+    "Start",
     "Trace",
     "TrainingFailed",
     "__version__",
@@ -62,6 +65,7 @@ __all__ = [
     "resume",
     "score_tasks",
     "size_of",
+    "start_from",
     "status",
     "stop",
     "submit",

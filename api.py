@@ -35,6 +35,7 @@ from .cluster.stop import request_stop
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
 from .distributed.checkpoint.format import find_checkpoint, read_meta
+from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, measure
 from .evaluation.restore import Restored, restore, tokenizer_of_run
@@ -42,6 +43,8 @@ from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.trace import LayerRoutes as LayerRoutes
 from .evaluation.trace import Trace, logits, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
+from .export import start as starting
+from .export.start import Start as Start
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
@@ -237,6 +240,39 @@ def recipe(name: str, /, *overrides: str, **values: object) -> Config:
     return resolve(name, [*_as_arguments(values), *overrides], RECIPES)
 
 
+def start_from(
+    source: str | PathLike[str],
+    name: str | None = None,
+    /,
+    *overrides: str,
+    draw_anew: Sequence[str] = (),
+    **values: object,
+) -> Start:
+    """Returns a run that starts from given weights, for `fit` and `submit`, like `--from`.
+
+        start = moebius.start_from("runs/a", "smoke", "optim.learning_rate=1e-4")
+        moebius.fit(start, "runs/b")
+
+    It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
+
+    Args:
+        source: a run (its newest checkpoint), "RUN@STEP", or a checkpoint.
+        name: as for `recipe`, for everything but the model; None: the source's own configuration.
+        overrides: as for `recipe`; those of the model may change no parameter that is loaded.
+        draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
+        values: as for `recipe`.
+
+    Returns:
+        `.config`, and `.source`, which the run folder's source.json will hold.
+
+    Raises:
+        ConfigError: there is no such source, or the configuration does not fit its weights.
+        CheckpointError: the checkpoint does not exist or is damaged.
+    """
+    changes = [*_as_arguments(values), *overrides]
+    return starting.start_from(str(source), name, changes, draw_anew=draw_anew)
+
+
 def size_of(config: Config) -> Size:
     """Counts the parameters, FLOPs and tokens of a run."""
     seq_len = config.data.seq_len
@@ -349,7 +385,7 @@ def score_tasks(
 
 
 def fit(
-    config: Config,
+    config: Config | Start,
     run_dir: str | PathLike[str],
     *,
     show: bool = True,
@@ -363,7 +399,7 @@ def fit(
     run folder, unless `data.directory` is set.
 
     Args:
-        config: of the run.
+        config: of the run, or what it starts from (`start_from`).
         run_dir: a new or empty folder, or this run's.
         show: print progress.
         on_record: called with the record of every logged step (`kind` "train") and evaluation
@@ -377,13 +413,14 @@ def fit(
         JobError: a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    config, run_dir = _placed(config, run_dir)
+    config, run_dir, source = _placed(config, run_dir)
+    console = Console(quiet=not show)
     with _telling(run_dir, on_record):
-        return _ended(train_here(config, run_dir, console=Console(quiet=not show)))
+        return _ended(train_here(config, run_dir, source=source, console=console))
 
 
 def submit(
-    config: Config,
+    config: Config | Start,
     run_dir: str | PathLike[str],
     *,
     address: str | None = None,
@@ -393,7 +430,7 @@ def submit(
     """Trains a configuration on a Ray cluster, like `moebius submit`; returns how the run ended.
 
     Args:
-        config: of the run.
+        config: of the run, or what it starts from (`start_from`).
         run_dir: a new or empty folder, or this run's; every node must see it.
         address: host:port of the cluster's head, "auto", or "simulated"; None simulates a cluster.
         detach: return once the job's supervisor runs; needs an address.
@@ -404,10 +441,13 @@ def submit(
         JobError: Ray is missing, the cluster cannot be used, or a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    config, run_dir = _placed(config, run_dir)
+    config, run_dir, source = _placed(config, run_dir)
     console = Console(quiet=not show)
-    status = submitting.submit(config, run_dir, address=address, detach=detach, console=console)
-    return _ended(status)
+    return _ended(
+        submitting.submit(
+            config, run_dir, address=address, detach=detach, source=source, console=console
+        )
+    )
 
 
 def resume(
@@ -480,13 +520,18 @@ def export(
     return str(write(checkpoint, out, layout=layout, dtype=dtype, with_tokenizer=with_tokenizer))
 
 
-def _placed(config: Config, run_dir: str | PathLike[str]) -> tuple[Config, Path]:
-    """Returns a checked configuration whose data lie beside the run folder, and that folder."""
+def _placed(
+    config: Config | Start, run_dir: str | PathLike[str]
+) -> tuple[Config, Path, Source | None]:
+    """Returns a checked configuration whose data lie beside the run folder, that folder, and the source."""
     print_in_any_encoding()
+    source = None
+    if isinstance(config, Start):
+        config, source = config.config, config.source
     run_dir = Path(run_dir).absolute()
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
-    return config, run_dir
+    return config, run_dir, source
 
 
 @contextlib.contextmanager

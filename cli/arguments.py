@@ -63,12 +63,29 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments that name a run's configuration and its run folder."""
     parser.add_argument(
         "name",
+        nargs="?",
         metavar="RECIPE|FILE.toml",
         help="a recipe (`moebius models` lists them), a TOML file, or a run's config.json",
     )
     add_overrides(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="run folder; an existing run is continued"
+    )
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        metavar="SOURCE",
+        help="start a new run from the weights of a run (its newest checkpoint), RUN@STEP or a "
+        "checkpoint; the recipe then gives everything but the model, and without one the run's own "
+        "configuration does",
+    )
+    parser.add_argument(
+        "--draw-anew",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="with --from: draw parameters that match (* and ?) instead of loading them; can be "
+        "repeated",
     )
 
 

@@ -154,6 +154,11 @@ def parse(
     if "passed_on" in options:  # the command passes its arguments to another program
         options.passed_on = words[1:]
         return options
+    if "start_from" in options:
+        rest = _place_name(options, rest)
+        if not (options.name or options.start_from or rest):
+            needed = "the following arguments are required: RECIPE|FILE.toml, or --from SOURCE"
+            _chosen(parser, words).error(needed)
     if not rest:
         return options
     are_overrides = all("=" in word and not word.startswith("-") for word in rest)
@@ -162,6 +167,16 @@ def parse(
         _chosen(parser, words).error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _place_name(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Sets an optional name that comes after options, which argparse leaves over with the overrides."""
+    if options.name is None and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+        options.name, *rest = rest
+    elif options.start_from and options.name and "=" in options.name:
+        options.overrides = [options.name, *options.overrides]
+        options.name = None
+    return rest
 
 
 def _chosen(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:

@@ -33,6 +33,7 @@ JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 GENERATION = "generation"
 CONFIG = "config.json"
+SOURCE = "source.json"
 SUPERVISOR = "supervisor"
 RESULT = "result.json"
 STOP = "stop"
@@ -106,6 +107,7 @@ class Launch:
     )  # mesh keys that change in this generation
     supervisor_timeout_s: float = 120.0  # of silence, after which a node ends its ranks
     configuration: str = field(default="", repr=False)  # text of the run's config.json
+    source: str = field(default="", repr=False)  # text of its source.json; empty: drawn weights
     # tells its submission in the journal from others
     id: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
@@ -162,6 +164,7 @@ class JobStatus:
     heartbeat_age_s: float | None = None
     submitted_at: float | None = None
     ended_at: float | None = None
+    source: str | None = None  # what the run started from, in words; None: drawn weights
 
     @property
     def exit_code(self) -> int:
@@ -297,6 +300,7 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     state, reason = _judge_life(last, silent_s)
     newest = last_train_line(run_dir)
     causes = [entry.details["root_cause"] for entry in current if "root_cause" in entry.details]
+    source = current[0].details.get("source")
     return JobStatus(
         run_dir=run_dir,
         state=state,
@@ -310,6 +314,7 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
         heartbeat_age_s=silent_s,
         submitted_at=current[0].time,
         ended_at=last.time if last.state.is_final else None,
+        source=source if isinstance(source, str) else None,
     )
 
 
@@ -396,6 +401,8 @@ def begin_submission(launch: Launch, **details: Any) -> None:
             (run_dir / flag).unlink(missing_ok=True)
         if launch.configuration:
             write_atomically(run_dir / CONFIG, launch.configuration)
+        if launch.source:
+            write_atomically(run_dir / SOURCE, launch.source)
         beat(run_dir)
         Journal(run_dir).append(
             State.SUBMITTED,

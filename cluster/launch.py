@@ -31,11 +31,13 @@ from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.optim import schedule_notes
-from ..train.record.run_folder import check_data, open_run
+from ..train.record.run_folder import Source, check_data, open_run, read_source
+from ..train.record.untrusted import read_text
 from .job import (
     CONFIG,
     JOURNAL,
     SIMULATED,
+    SOURCE,
     THIS_MACHINE,
     JobError,
     Launch,
@@ -93,7 +95,9 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
 
 
 @contextlib.contextmanager
-def opened_folder(config: Config, run_dir: Path, console: Console) -> Iterator[None]:
+def opened_folder(
+    config: Config, run_dir: Path, console: Console, source: Source | None = None
+) -> Iterator[None]:
     """Makes the run folder, or checks that it holds this run and no job is running there.
 
     User-defined parts that cannot be imported are refused here, before any rank starts. A folder that
@@ -106,12 +110,12 @@ def opened_folder(config: Config, run_dir: Path, console: Console) -> Iterator[N
         steps_before = Config.load(saved).train.steps
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
-        open_run(config, run_dir)
+        open_run(config, run_dir, source)
         for note in schedule_notes(config.optim, config.train.steps, steps_before):
             console.print(Text(note, style="yellow"))
         yield
     finally:
-        if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, "logs"}:
+        if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, SOURCE, "logs"}:
             shutil.rmtree(run_dir, ignore_errors=True)
             with contextlib.suppress(OSError):  # there is more
                 for folder in made[1:]:
@@ -126,13 +130,16 @@ def begin_run(config: Config, launch: Launch, console: Console) -> None:
     """
     run_dir = Path(launch.run_dir)
     is_known, step = (run_dir / JOURNAL).exists(), last_checkpoint(run_dir)
+    source = read_source(run_dir)
     if not launch.command:
         check_data(config, run_dir, is_whole=not launch.prepares_data)
     begin_job(launch)
     words = "has no checkpoint; starts from the beginning"
     if step is not None:
         words = f"continues from the checkpoint of step {step:,}, to step {config.train.steps:,}"
-    if is_known or step is not None:
+    elif source is not None:
+        words = f"starts from {source.words()}"
+    if is_known or step is not None or source is not None:
         console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
 
 
@@ -152,7 +159,8 @@ def begin_job(launch: Launch) -> None:
         },
     }
     write_atomically(Path(launch.run_dir) / ENVIRONMENT, json.dumps(record, indent=1))
-    begin_submission(launch, commit=code.words())
+    source = read_source(Path(launch.run_dir))
+    begin_submission(launch, commit=code.words(), source=source and source.words())
 
 
 def simulated_gpus(config: Config) -> int:
@@ -205,6 +213,7 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
         "warm_start": job.warm_start,
         "prepares_data": prepares_beside(config),
         "configuration": json.dumps(config.model_dump(mode="json"), indent=2) + "\n",
+        "source": read_text(run_dir / SOURCE) or "",
     }
 
 

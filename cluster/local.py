@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
+from ..train.record.run_folder import Source
 from .job import JobError, JobStatus, Launch, read_status
 from .launch import begin_run, launch_here, opened_folder
 from .nodes.processes import difference_from_linux
@@ -19,10 +20,22 @@ from .supervise.background_data import BackgroundData, workers_beside
 from .supervise.job_supervisor import supervise
 
 
-def train_here(config: Config, run_dir: Path, *, console: Console | None = None) -> JobStatus:
+def train_here(
+    config: Config,
+    run_dir: Path,
+    *,
+    source: Source | None = None,
+    console: Console | None = None,
+) -> JobStatus:
     """Prepares the data, trains with all ranks on this machine, and shows the run.
 
     Ctrl-C ends the run at a step boundary with a checkpoint; a second one ends it at once.
+
+    Args:
+        config: the run's configuration.
+        run_dir: a new or empty folder, or this run's.
+        source: what a new run starts from; None: drawn weights.
+        console: where to show the run.
 
     Raises:
         JobError: a job is running in this folder.
@@ -31,7 +44,7 @@ def train_here(config: Config, run_dir: Path, *, console: Console | None = None)
     """
     console = console or Console()
     run_dir = run_dir.absolute()
-    with opened_folder(config, run_dir, console):
+    with opened_folder(config, run_dir, console, source):
         if difference := difference_from_linux():
             console.print(Text(difference, style="yellow"))
         launch = launch_here(config, run_dir)

@@ -24,7 +24,7 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.run_config import Config
-from ..train.record.run_folder import place_data
+from ..train.record.run_folder import Source, place_data, read_source
 from . import local
 from .job import (
     SIMULATED,
@@ -56,6 +56,7 @@ def submit(
     *,
     address: str | None = None,
     detach: bool = False,
+    source: Source | None = None,
     command: Sequence[str] = (),
     console: Console | None = None,
 ) -> JobStatus:
@@ -68,6 +69,7 @@ def submit(
         address: host:port of a Ray cluster's head, "auto", or "simulated" of `moebius cluster up`;
             None simulates `config.job.num_nodes` nodes here.
         detach: return as soon as the supervisor is up; needs a cluster that outlives this process.
+        source: what a new run starts from, visible on every node; None: drawn weights.
         command: of one rank, instead of the training loop.
 
     Raises:
@@ -80,7 +82,7 @@ def submit(
     require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()
-    with opened_folder(config, run_dir, console):
+    with opened_folder(config, run_dir, console, source):
         beside = prepares_beside(config)
         here = address is None and needs_no_cluster(config.prepare)
         if here and not beside:
@@ -133,11 +135,18 @@ def resume(
             f"{run_dir}: finished at step {status.step:,}, and train.steps is {steps:,}; to "
             f"continue, raise it: train.steps={2 * steps}"
         )
-    where = submitted_to(run_dir)
+    where, source = submitted_to(run_dir), read_source(run_dir)
     if address is None and where == THIS_MACHINE and not detach:
-        return local.train_here(config, run_dir, console=console)
+        return local.train_here(config, run_dir, source=source, console=console)
     before = None if where in ("", SIMULATED, THIS_MACHINE) else where
-    return submit(config, run_dir, address=address or before, detach=detach, console=console)
+    return submit(
+        config,
+        run_dir,
+        address=address or before,
+        detach=detach,
+        source=source,
+        console=console,
+    )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from ..distributed.checkpoint.checkpointer import Checkpointer
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
+from ..distributed.checkpoint.source import load_start
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout, plan_layout
 from ..distributed.mesh import Mesh, build_mesh
@@ -35,7 +36,13 @@ from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
 from .record.run_folder import check_same_run, end_is_asked
-from .state import TrainingProgress, allocate_moments, restore_numbers, state_tensors
+from .state import (
+    TrainingProgress,
+    allocate_moments,
+    model_tensors,
+    restore_numbers,
+    state_tensors,
+)
 
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
@@ -235,7 +242,7 @@ def check_generation(run_dir: Path) -> int:
 
 
 def resume(run: Run) -> Resumed | None:
-    """Restores the newest whole checkpoint of the run folder, if there is one.
+    """Restores the newest whole checkpoint of the run folder, or loads what the run starts from.
 
     Sets newer damaged checkpoints aside.
 
@@ -248,14 +255,11 @@ def resume(run: Run) -> Resumed | None:
     """
     found = run.checkpoints.newest_whole()
     if found is None:
+        load_start(run.run_dir, *model_tensors(run.model), run.mesh)
         return None
     if (run.run_dir / "config.json").exists():  # a run, which continues only with its own settings
         remedy = "restore this run's own, or delete it and resume from the one before it"
-        saved = {
-            **found.meta.meta["config"],
-            "data": {},
-            "prepare": {},
-        }  # the loader compares these
+        saved = found.meta.meta["config"] | {"data": {}, "prepare": {}}  # the loader compares these
         check_same_run(saved, run.config, found.path, remedy=remedy)
     meta = _load_state(run, found)
     set_aside = run.checkpoints.adopt(found)

@@ -18,6 +18,7 @@ from ..arguments import (
 
 if TYPE_CHECKING:
     from ...train.config.run_config import Config
+    from ...train.record.run_folder import Source
 
 ENDS = (
     "exit code: 0 if the job SUCCEEDED or was STOPPED, 75 if it was PREEMPTED, 1 if it FAILED "
@@ -46,6 +47,7 @@ def _add_train(commands: Commands) -> None:
         examples=[
             "train smoke train.steps=40",
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
+            "train --from runs/mine optim.learning_rate=1e-4 prepare.input=other.txt --run-dir runs/next",
         ],
         notes=ENDS,
     )
@@ -104,15 +106,18 @@ def _add_resume(commands: Commands) -> None:
 def _train(options: argparse.Namespace) -> int:
     from ...cluster.local import train_here
 
-    return train_here(*_resolve(options)).exit_code
+    config, run_dir, source = _resolve(options)
+    return train_here(config, run_dir, source=source).exit_code
 
 
 def _submit(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
     from ...cluster.submit import submit
 
-    config, run_dir = _resolve(options)
-    return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
+    config, run_dir, source = _resolve(options)
+    return submit(
+        config, run_dir, address=options.address, detach=options.detach, source=source
+    ).exit_code
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -126,14 +131,32 @@ def _resume(options: argparse.Namespace) -> int:
     return resume(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
-def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
-    """Returns the configuration, checked against its world size, and the run folder."""
-    config = resolve_config(options.name, options.overrides)
+def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]":
+    """Returns the configuration, checked against its world size, the run folder, and its start."""
+    source = None
+    if options.start_from is not None:
+        config, source = _start(options)
+    elif options.draw_anew:
+        raise ValueError("--draw-anew needs --from SOURCE: without it, all parameters are drawn")
+    else:
+        config = resolve_config(options.name, options.overrides)
     from ...train.record.run_folder import default_run_dir, place_data
 
     config = place_data(config, RUNS)
     config.check_world(config.world_size)
-    return config, (options.run_dir or default_run_dir(config, RUNS)).absolute()
+    return config, (options.run_dir or default_run_dir(config, RUNS)).absolute(), source
+
+
+def _start(options: argparse.Namespace) -> "tuple[Config, Source]":
+    """Returns the configuration of a run that starts from `--from`, and its source."""
+    from ...export.start import start_from
+
+    start = start_from(
+        options.start_from, options.name, options.overrides, draw_anew=options.draw_anew
+    )
+    for note in start.notes:
+        print(note)
+    return start.config, start.source
 
 
 # scale, stop --------------------------------------------------------------------------------------

@@ -45,7 +45,9 @@ class Assignment:
     def save(self, path: Path) -> None:
         """Writes everything except secrets as JSON; ranks inherit the agent's environment."""
         plain = asdict(self)
-        del plain["launch"]["environment"], plain["launch"]["configuration"], plain["secret"]
+        for key in ("environment", "configuration", "source"):
+            del plain["launch"][key]
+        del plain["secret"]
         write_atomically(path, json.dumps(plain, indent=1))
 
     @classmethod

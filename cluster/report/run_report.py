@@ -115,6 +115,7 @@ class RunReport:
             "run": str(status.run_dir),
             "name": self.name,
             "commit": self.commit,
+            "source": status.source,
             "state": status.state.value,
             "reason": status.reason,
             "story": self.story(),

@@ -76,6 +76,8 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         rows.append(("data", progress_words(record)))
     if status.restarts:
         rows.append(("restarts", _restarts(status, history)))
+    if status.source is not None:
+        rows.append(("started from", status.source))
     rows.append(("run folder", str(status.run_dir)))
     if picture is not None:
         rows.append(("picture", str(picture)))

@@ -28,6 +28,7 @@ from ..job import (
     CONFIG,
     GENERATION,
     PAUSE,
+    SOURCE,
     JobError,
     Launch,
     ReplacedError,
@@ -124,6 +125,8 @@ class JobSupervisor:
         self.keep = self.journal.kept.keep
         if launch.configuration:
             self.keep(CONFIG, launch.configuration)
+        if launch.source:  # without it, ranks would begin with drawn weights
+            self.keep(SOURCE, launch.source)
         self.generation = read_generation(self.run_dir)
         entries = self.predecessor.entries
         self.budgets = RestartBudgets.from_journal(launch, entries)

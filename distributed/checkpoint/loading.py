@@ -64,6 +64,7 @@ def load(
     mesh: Mesh | None = None,
     check_bytes: bool = True,
     allow_unexpected: bool = False,
+    converts: bool = False,
 ) -> dict[str, Any]:
     """Fills `tensors` in place from a checkpoint of any layout; returns the caller's meta.
 
@@ -77,6 +78,7 @@ def load(
         mesh: all ranks, which makes the call collective; None communicates nothing.
         check_bytes: verify the checksum of every file.
         allow_unexpected: the checkpoint may hold more tensors (weights without optimizer state).
+        converts: its tensors may have other dtypes, which become those of `tensors`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit; on all ranks.
@@ -86,7 +88,7 @@ def load(
 
     def check() -> StoredCheckpoint:
         stored = open_share(path, rank, world_size, check_bytes=check_bytes)
-        if unlike := _differences(stored, tensors, shards, allow_unexpected):
+        if unlike := _differences(stored, tensors, shards, allow_unexpected, converts):
             listed = "\n  ".join(unlike)
             raise CheckpointError(f"{path} does not fit the requested tensors:\n  {listed}")
         return stored
@@ -108,6 +110,7 @@ def _differences(
     tensors: Mapping[str, Tensor],
     shards: Mapping[str, LocalShard],
     allow_unexpected: bool,
+    converts: bool,
 ) -> list[str]:
     """Lists the differences between the checkpoint and the requested tensors."""
     found = stored.index.tensors
@@ -124,7 +127,7 @@ def _differences(
             problems.append(
                 f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here"
             )
-        elif found[name].dtype != dtype_name(tensor.dtype):
+        elif not converts and found[name].dtype != dtype_name(tensor.dtype):
             problems.append(
                 f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
             )

@@ -6,6 +6,8 @@ moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 import os.path
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -25,23 +27,44 @@ from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
 
+@dataclass(frozen=True)
+class StartSections:
+    """Holds what a run that starts from given weights takes from them, as plain values."""
+
+    model: Mapping[str, Any]  # the section
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # keys of `prepare`
+    prepare: Mapping[str, Any] | None = None  # the section that made the weights' own data
+
+
 def resolve(
-    name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]
+    name_or_file: str,
+    overrides: Sequence[str],
+    recipes: Mapping[str, Callable[[], Config]],
+    *,
+    start: StartSections | None = None,
 ) -> Config:
     """Returns the configuration of a recipe or a TOML file, with dotted overrides applied.
+
+    Args:
+        name_or_file: the recipe or the file.
+        overrides: `section.key=value`.
+        recipes: the recipes by name.
+        start: replaces the model, and the tokenizer unless another one is named.
 
     Raises:
         ConfigError: no such recipe or file, or a bad override; an unknown key comes with a
             suggestion.
     """
-    values, given = _base_values(name_or_file, recipes)
-    _take_from_folder(values, given, overrides)
+    values, given = base_values(name_or_file, recipes)
+    has_data = _take_from_folder(values, given, overrides)
+    if start is not None:
+        _take_start(values, given, overrides, start, has_data=has_data)
     config = _built_with(values, overrides, origin=name_or_file)
     _check_folder(config, given, overrides)
     return config
 
 
-def _base_values(
+def base_values(
     name_or_file: str, recipes: Mapping[str, Callable[[], Config]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the plain values of a recipe or a TOML file, and the file's own values alone."""
@@ -53,8 +76,8 @@ def _base_values(
 
 def _take_from_folder(
     values: dict[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
-) -> None:
-    """Takes unset values from the prepared folder `data.directory`.
+) -> bool:
+    """Takes unset values from the prepared folder `data.directory`; returns whether there is one.
 
     It determines all of `prepare`, and the minimum vocabulary of its tokens.
     """
@@ -64,18 +87,18 @@ def _take_from_folder(
             _apply(asked, override)
     directory = asked["data"].get("directory")
     if not isinstance(directory, str) or not directory:
-        return
+        return False
     try:
         if not is_prepared(directory):
-            return
+            return False
     except OSError:  # an impossible path, reported on opening the folder
-        return
+        return False
     try:
         known = PrepareConfig.of_folder(read_manifest(directory).header)
     except ShardError as error:
         raise ConfigError(f"data.directory: {error}") from None
     if known is None:
-        return
+        return True
     said = _section(given, "prepare")
     values["prepare"] = known.model_dump(mode="json")
     _choose_input(values, said.keys())
@@ -83,6 +106,25 @@ def _take_from_folder(
     if "vocab_size" not in _section(given, "model"):
         least = max(known.num_token_ids, _section(values, "model").get("vocab_size", 0))
         values["model"] = dict(_section(values, "model")) | {"vocab_size": least}
+    return True
+
+
+def _take_start(
+    values: dict[str, Any],
+    given: Mapping[str, Any],
+    overrides: Sequence[str],
+    start: StartSections,
+    *,
+    has_data: bool,
+) -> None:
+    """Replaces the model, and the tokenizer unless the data or another one is named."""
+    values["model"] = deepcopy(start.model)  # overrides change its sections in place
+    said = {f"prepare.{key}" for key in _section(given, "prepare")}
+    said |= {override.partition("=")[0].strip() for override in overrides}
+    prepare = dict(_section(values, "prepare"))
+    is_same_data = prepare == start.prepare and not any(key.startswith("prepare.") for key in said)
+    if not (has_data or is_same_data or "prepare.tokenizer" in said):
+        values["prepare"] = prepare | dict(start.tokenizer)
 
 
 def _check_folder(config: Config, given: Mapping[str, Any], overrides: Sequence[str]) -> None:

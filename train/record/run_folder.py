@@ -1,6 +1,6 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
+config.json · source.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
 sinks/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
@@ -13,11 +13,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
+from ...distributed.checkpoint.source import SOURCE, read_source
+from ...distributed.checkpoint.source import Source as Source
 from ...plugins import some_of
 from ..config.run_config import Config, ConfigError
 
@@ -64,28 +67,51 @@ def place_data(config: Config, root: Path) -> Config:
     )
 
 
-def open_run(config: Config, run_dir: Path) -> None:
-    """Creates the run folder with its config.json, or opens an existing one.
+def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
+    """Creates the run folder with its config.json and source.json, or opens an existing one.
 
-    A folder without any completed step, because the start failed, accepts another configuration. One with
-    steps keeps its own until the job begins (`begin_submission`), so that a start that ends early changes
-    nothing.
+    A folder without any completed step, because the start failed, accepts another configuration and another
+    source. One with steps keeps its own until the job begins (`begin_submission`), so that a start that ends
+    early changes nothing.
+
+    Args:
+        config: the run's configuration.
+        run_dir: the run folder.
+        source: what the run starts from; None: drawn weights, or an existing run's own.
 
     Raises:
         ConfigError: the folder cannot be written, contains something else, or contains a run that
-            computes something else.
+            computes something else or started from something else.
     """
     _make_writable(run_dir)
     saved = run_dir / "config.json"
     if saved.exists():
         before = Config.load(saved)
         if _has_trained(run_dir):
+            _check_same_source(source, run_dir)
             return check_same_run(before.model_dump(mode="json"), config, run_dir)
     elif any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
+    if source is None:
+        (run_dir / SOURCE).unlink(missing_ok=True)
+    else:
+        write_atomically(run_dir / SOURCE, source.model_dump_json(indent=1))
     config.save(saved)
+
+
+def _check_same_source(asked: Source | None, run_dir: Path) -> None:
+    """Refuses another source than that of an existing run, whose weights are its own by now."""
+    if asked is None:
+        return
+    before = read_source(run_dir)
+    if before is None or not asked.is_like(before):
+        started = "drawn weights" if before is None else before.words()
+        raise ConfigError(
+            f"{run_dir}: holds a run that started from {started}, not from {asked.words()}; choose a "
+            "new folder, or leave --from out to continue the run"
+        )
 
 
 def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
@@ -100,6 +126,8 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
     data, train, position = config.data, config.train, None
     if not is_prepared(data.directory):
         return
+    if (source := read_source(run_dir)) is not None and source.tokenizer is not None:
+        check_meaning(data.directory, {"spec": {"tokenizer_sha256": source.tokenizer}})
     with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
         if (newest := latest(run_dir / "checkpoints")) is not None:
             position = read_meta(newest).meta.get("data")
@@ -154,7 +182,8 @@ def check_same_run(
     asked: Config,
     where: Path,
     *,
-    remedy: str = "continue it with its own settings, or choose a new folder",
+    remedy: str = "continue it with its own settings, or choose a new folder, where --from may start "
+    "another run from its weights",
 ) -> None:
     """Refuses a configuration that computes something else.
 

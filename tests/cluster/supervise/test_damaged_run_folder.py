@@ -37,6 +37,7 @@ from tests.cluster.pretended import OK, PretendedNode, failed, in_turn, live, ma
 
 STEPS = 5
 CONFIG = json.dumps({"train": {"steps": STEPS}, "job": {}})
+SOURCE = json.dumps({"kind": "checkpoint", "path": "other"})
 # Every file of a run folder but those of checkpoints, which the tests of checkpoints damage.
 OURS = {
     "config.json": CONFIG,
@@ -46,6 +47,7 @@ OURS = {
     "journal.jsonl": "",
     "metrics.jsonl": "",
     "preparation.jsonl": "",
+    "source.json": SOURCE,
     "result.json": '{"state": "finished", "step": 5}',
     "supervisor": "1",
     "summary.png": "",
@@ -132,7 +134,9 @@ def test_a_job_goes_on_whatever_its_folder_loses(tmp_path, name, damage, when):
         "before the next": [makes_steps(2, then=breaks_and_fails), last],
         "at the end": [makes_steps(5, then=breaks_and_ends), last],
     }[when]
-    launch = Launch(str(tmp_path), configuration=CONFIG, max_restarts=1, backoff_s=0.001)
+    launch = Launch(
+        str(tmp_path), configuration=CONFIG, source=SOURCE, max_restarts=1, backoff_s=0.001
+    )
     node = PretendedNode(tmp_path, script)
     begin_submission(launch)
     if when == "before":
@@ -144,6 +148,7 @@ def test_a_job_goes_on_whatever_its_folder_loses(tmp_path, name, damage, when):
     numbers = [each.generation for each in node.assignments]
     assert numbers == sorted(set(numbers)), "a number was used twice"
     assert (tmp_path / "config.json").read_text() == CONFIG
+    assert (tmp_path / "source.json").read_text() == SOURCE
     assert (tmp_path / "generation").read_text() == str(numbers[-1])
     known = [entry.state for entry in Journal(tmp_path).entries()]
     if (name, when) != ("journal.jsonl", "before"):  # its first line is nowhere else

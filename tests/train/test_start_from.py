@@ -1,0 +1,303 @@
+"""A run that starts from another run's weights: the same bits on every layout, and its own settings."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parts import make_config
+from small_corpus import shards_of_words
+from small_model import MODEL
+from torch import Tensor
+from trained import assembled, by_step, column, different, lines, newest_state, run_training
+from world import run_ranks
+
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.distributed.checkpoint import source as module
+from moebius.distributed.checkpoint.format import CheckpointError
+from moebius.distributed.checkpoint.source import SOURCE, Source, load_start, read_source
+from moebius.export.start import start_from
+from moebius.train import loop
+from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.record.run_folder import open_run
+from moebius.train.run import resume
+from moebius.train.state import model_tensors, state_tensors
+
+OWN_SETTINGS = {"train__steps": 2, "optim__learning_rate": 1e-4, "train__seed": 7}
+
+
+def config_of(data: Path, **changes: Any) -> Config:
+    return make_config(data, model=MODEL, **({"checkpoint__every": 2} | changes))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """Returns the folder of a run of four steps on two ranks, with checkpoints of steps 2 and 4."""
+    run_dir = tmp_path_factory.mktemp("source") / "run"
+    config = config_of(data, mesh={"ep": 2}, train__eval_every=4)
+    open_run(config, run_dir)
+    run_ranks(run_training, 2, config, run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def weights(trained: Path) -> dict[str, Tensor]:
+    return weights_of(newest_state(trained))
+
+
+def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+def opened(given: Path | str, config: Config, run_dir: Path, **changes: Any) -> Config:
+    """Opens the folder of a run with this configuration that starts from a source."""
+    config.save(run_dir.parent / f"{run_dir.name}.json")
+    start = start_from(str(given), str(run_dir.parent / f"{run_dir.name}.json"), **changes)
+    open_run(start.config, run_dir, start.source)
+    return start.config
+
+
+# The same bits -----------------------------------------------------------------------------------
+
+
+def save_loaded(config: Config, run_dir: Path) -> None:
+    """Loads what the run starts from, and saves it before the first step."""
+    with assembled(config, run_dir) as run:
+        assert resume(run) is None
+        run.checkpoints.save(0, *state_tensors(run.model, run.optimizer), {})
+        run.checkpoints.wait()
+
+
+LAYOUTS = [
+    (1, {}),
+    (2, {"ep": 2}),
+    (4, {"ep": 4}),
+    (2, {"dp_replicate": 2}),
+    (4, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}),
+    (2, {"dp_shard": 2, "sharding": "fsdp"}),
+    (2, {"ep": 2, "rebalance_every": 1, "replicas": 1}),
+]
+
+
+@pytest.mark.parametrize(("world", "mesh"), LAYOUTS, ids=str)
+def test_every_layout_starts_from_the_same_bits(
+    world: int, mesh: dict, trained: Path, weights: dict, data: Path, tmp_path: Path
+) -> None:
+    config = opened(trained, config_of(data, mesh=mesh, **OWN_SETTINGS), tmp_path / "run")
+    run_ranks(save_loaded, world, config, tmp_path / "run")
+    assert different(newest_state(tmp_path / "run"), weights) == []
+
+
+def test_weights_take_the_precision_of_the_run(
+    trained: Path, weights: dict, data: Path, tmp_path: Path
+) -> None:
+    config = config_of(data, mesh={"ep": 2}, train__precision="bfloat16_only")
+    run_ranks(save_loaded, 2, opened(trained, config, tmp_path / "run"), tmp_path / "run")
+    halved = {name: value.bfloat16() for name, value in weights.items()}
+    assert different(newest_state(tmp_path / "run"), halved) == []
+
+
+def test_a_run_has_its_own_rate_data_and_steps(trained: Path, data: Path, tmp_path: Path) -> None:
+    config = config_of(shards_of_words(tmp_path, 90), mesh={"ep": 2}, **OWN_SETTINGS)
+    config = opened(f"{trained}@2", config, tmp_path / "run")
+    assert config.model == MODEL
+    run_ranks(run_training, 2, config, tmp_path / "run")
+    steps = by_step(tmp_path / "run")
+    assert [*steps] == [1, 2]
+    assert steps[1]["learning_rate"] < 1e-4 < by_step(trained)[1]["learning_rate"]
+    assert lines(tmp_path / "run", "start")[0]["resumed_from_step"] is None
+    source = read_source(tmp_path / "run")
+    assert source is not None
+    assert (source.step, Path(source.path).name) == (2, "step_00000002")
+
+
+def test_it_begins_where_the_source_ended(trained: Path, data: Path, tmp_path: Path) -> None:
+    config = config_of(data, train__eval_every=4, **OWN_SETTINGS)
+    run_ranks(run_training, 1, opened(trained, config, tmp_path / "run"), tmp_path / "run")
+    found, ended = (by_step(run, "eval") for run in (tmp_path / "run", trained))
+    assert found[0]["loss"] == pytest.approx(ended[4]["loss"], abs=1e-6)
+    assert abs(ended[0]["loss"] - ended[4]["loss"]) > 1e-2
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after_the_first_step(config: Config, run_dir: Path) -> None:
+    def kill(run: Any, result: Any) -> None:
+        raise Killed
+
+    loop.HOOKS = (kill,)
+    with pytest.raises(Killed):
+        run_training(config, run_dir)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_same_bits(
+    trained: Path, data: Path, tmp_path: Path
+) -> None:
+    config = config_of(data, mesh={"ep": 2}, **OWN_SETTINGS)
+    for name in ("whole", "killed"):
+        config = opened(trained, config, tmp_path / name)
+    run_ranks(killed_after_the_first_step, 2, config, tmp_path / "killed")
+    assert not any((tmp_path / "killed" / "checkpoints").glob("step_*"))
+    for name in ("whole", "killed"):
+        run_ranks(run_training, 2, config, tmp_path / name)
+    whole, killed = (newest_state(tmp_path / name) for name in ("whole", "killed"))
+    assert different(whole, killed) == []
+    assert column(tmp_path / "whole") == column(tmp_path / "killed")
+
+
+# Refused by all ranks, which have changed nothing ------------------------------------------------
+
+
+def start_refused(config: Config, run_dir: Path, on_rank: int | None = None) -> tuple[str, bool]:
+    """Returns the error of a rank's start, and whether its weights are as they were drawn."""
+    with assembled(config, run_dir) as run:
+        if on_rank == run.process.rank:
+            other = read_source(run_dir)
+            assert other is not None
+            module.read_source = lambda run_dir: other.model_copy(update={"step": 99})
+        tensors, shards = model_tensors(run.model)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        with pytest.raises(CheckpointError) as refused:
+            load_start(run_dir, tensors, shards, run.mesh)
+        return str(refused.value), different(tensors, before) == []
+
+
+def copied(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def test_a_source_that_is_gone_damaged_or_another_is_refused(
+    trained: Path, data: Path, tmp_path: Path
+) -> None:
+    source = copied(trained, tmp_path)
+    config = opened(source, config_of(data, mesh={"ep": 2}), tmp_path / "run")
+    checkpoint = source / "checkpoints" / "step_00000004"
+
+    def refusal(on_rank: int | None = None) -> str:
+        found = run_ranks(start_refused, 2, config, tmp_path / "run", on_rank)
+        assert [unchanged for _, unchanged in found] == [True, True]
+        assert found[0] == found[1]
+        return found[0][0]
+
+    assert "rank 1 sees another file than rank 0" in refusal(on_rank=1)
+    file = checkpoint / "__1_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + b"123456789")
+    assert "__1_0.distcp" in refusal()
+    shutil.rmtree(checkpoint)
+    assert "is not there: restore it, or start again with --from" in refusal()
+    shutil.copytree(source / "checkpoints" / "step_00000002", checkpoint)
+    assert "has changed since this run was started with it" in refusal()
+    (tmp_path / "run" / SOURCE).write_text("{}")
+    assert "is damaged" in refusal()
+
+
+# Run folders -------------------------------------------------------------------------------------
+
+
+def test_a_run_with_steps_keeps_its_source_and_a_new_one_takes_another(
+    trained: Path, data: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = config_of(data)
+    sources: list[Source | None] = [start_from(f"{trained}{at}").source for at in ("", "@2")]
+    for source in (*sources, None, sources[0]):  # no step was made yet
+        open_run(config, run_dir, source)
+        assert read_source(run_dir) == source
+    (run_dir / "checkpoints" / "step_00000002").mkdir(parents=True)
+    for source in (None, sources[0], start_from(f"{trained}@step_00000004").source):
+        open_run(config, run_dir, source)
+        assert read_source(run_dir) == sources[0]
+    with pytest.raises(
+        ConfigError, match=r"started from .*run, step 4 \(.*, not from .*run@2, ste"
+    ):
+        open_run(config, run_dir, sources[1])
+    with pytest.raises(ConfigError, match=r"holds a run that started from drawn weights, not from"):
+        open_run(config_of(data, mesh={"ep": 2}), trained, sources[0])
+
+
+# What fits ---------------------------------------------------------------------------------------
+
+
+def started(given: Path | str, *overrides: str, draw_anew: tuple[str, ...] = ()) -> Any:
+    return start_from(str(given), None, overrides, draw_anew=draw_anew)
+
+
+def test_keys_that_change_no_parameter_are_free(trained: Path) -> None:
+    free = ("model.num_layers=6", "model.feed_forward.router.balance=0.5", "model.norm=pre")
+    start = started(trained, *free, "train.steps=9")
+    assert start.config.model.num_layers == 6
+    assert (start.source.drawn, start.source.ignored, start.notes) == ((), (), ())
+
+
+def test_other_parameters_are_drawn_only_if_asked(
+    trained: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"embedding is \[257, 24\] there and \[300, 24\] here"):
+        started(trained, "model.vocab_size=300")
+    with pytest.raises(ConfigError, match=r"it lacks group.0.attention.head_gate"):
+        started(trained, "model.attention.num_experts=1", "model.attention.top_k=1")
+    with pytest.raises(ConfigError, match=r"--draw-anew heat\.\*: the model has no such parameter"):
+        started(trained, draw_anew=("heat.*",))
+    start = started(trained, "model.head_bias=false", draw_anew=("*.router.weight",))
+    assert start.source.ignored == ("head.bias",)
+    assert start.source.drawn == tuple(f"group.{n}.feed_forward.router.weight" for n in (0, 1))
+    assert "; drawn anew: group.0.feed_forward.router.weight, " in start.source.words()
+    config = start.config.model_copy(update={"mesh": config_of(data, mesh={"ep": 2}).mesh})
+    open_run(config, tmp_path / "run", start.source)
+    run_ranks(save_loaded, 2, config, tmp_path / "run")
+    loaded, before = newest_state(tmp_path / "run"), weights_of(newest_state(trained))
+    changed = [f"model.{name}" for name in start.source.drawn]
+    assert sorted(different(loaded, before)) == sorted(["model.head.bias", *changed])
+
+
+def test_a_recipe_gives_everything_but_the_model(trained: Path) -> None:
+    start = start_from(str(trained), "smoke", ["train.steps=3"])
+    assert start.config.model == MODEL
+    assert start.config.data.seq_len == 128
+    assert start.notes == (f"the model is that of {trained}, and the one of smoke is not used",)
+    assert start.config.prepare.tokenizer == "bytes"
+
+
+# The tokenizer -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a run whose data has a trained tokenizer."""
+    folder = tmp_path_factory.mktemp("words")
+    shards_of_words(folder, 60)
+    texts = PrepareConfig(input=(f"{folder}/text.jsonl",), vocab_size=300, validation_fraction=0.2)
+    prepare(texts, folder / "data")
+    model = MODEL.changed({"vocab_size": 300})
+    config = make_config(folder / "data", model=model, prepare=texts, checkpoint__every=4)
+    open_run(config, folder / "run")
+    run_ranks(run_training, 1, config, folder / "run")
+    return folder / "run"
+
+
+def test_other_text_takes_the_tokenizer_of_the_source(of_words: Path, tmp_path: Path) -> None:
+    given, data = str(of_words), str(of_words.parent / "data")
+    text = f"prepare.input={tmp_path}/*.txt"
+    start = start_from(given, "own_text", [text])
+    assert start.config.prepare.tokenizer == data
+    assert start.config.prepare.vocab_size == 300
+    with pytest.raises(ConfigError, match="know the ids of another tokenizer"):
+        start_from(given, "own_text", [text, "prepare.tokenizer=bytes", "prepare.vocab_size=257"])
+    anew = [text, "prepare.tokenizer=bytes", "prepare.vocab_size=257"]
+    start = start_from(given, "own_text", anew, draw_anew=["embedding"])
+    assert start.source.tokenizer is None
+    same = start_from(given, None, ["train.steps=9"]).config
+    assert (same.data.directory, same.prepare.tokenizer) == (data, "bpe")
+
+
+def test_source_json_says_what_was_loaded(trained: Path, data: Path, tmp_path: Path) -> None:
+    opened(trained, config_of(data), tmp_path / "run")
+    told = json.loads((tmp_path / "run" / SOURCE).read_text())
+    assert told["given"] == str(trained)
+    assert told["step"] == 4
+    assert len(told["digest"]) == 32
