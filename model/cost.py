@@ -22,7 +22,12 @@ from torch import nn
 
 from ..kernels.reference import columns_of
 from .block import Layer
-from .config.attention_config import MoMHAConfig, SwitchHeadConfig
+from .config.attention_config import (
+    DenseAttentionConfig,
+    MLAConfig,
+    MoMHAConfig,
+    SwitchHeadConfig,
+)
 from .config.feed_forward_config import ExpertsConfig
 from .config.model_config import ModelConfig
 from .loops.depth import shares_of_depths
@@ -170,8 +175,27 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
             attention_scores=scores,
             routing=2 * 2 * d_model * attention.expert_count,
         )
+    if isinstance(attention, MLAConfig):
+        return _latent_attention(attention, d_model, seq_len)
+    if isinstance(attention, DenseAttentionConfig):
+        shared = attention.kv_heads / attention.num_heads  # of keys and values
+        sink = int(attention.sinks)  # one more key, and one more channel for its score
+        scores = 2 * (seq_len + sink) * (2 * width + sink * attention.num_heads)
+        return _flops(attention_projections=2 * (1 + shared) * projection, attention_scores=scores)
     gates = 2 * d_model * attention.num_heads if attention.kind == "switchhead" else 0
     return _flops(attention_projections=4 * projection, attention_scores=scores, routing=gates)
+
+
+def _latent_attention(attention: MLAConfig, d_model: int, seq_len: int) -> Flops:
+    heads, rank = attention.num_heads, attention.q_rank
+    of_query = heads * (attention.d_head + attention.d_rotary)
+    of_value = heads * attention.d_value
+    maps = d_model * of_query if rank is None else rank * (d_model + of_query)
+    maps += d_model * (attention.kv_rank + attention.d_rotary)
+    maps += attention.kv_rank * (heads * attention.d_head + of_value) + of_value * d_model
+    return _flops(
+        attention_projections=2 * maps, attention_scores=2 * seq_len * (of_query + of_value)
+    )
 
 
 def _injection(config: ModelConfig) -> Flops:
@@ -212,8 +236,8 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops
     rows, d_row = experts.sub_tokens, config.d_model // experts.sub_tokens
     expert = _mlp(experts.activation, d_row, experts.d_expert)
     routed = rows * experts.experts_per_row(seq_len) * expert
-    d_shared = experts.num_shared_experts * experts.d_expert
-    shared = _mlp(experts.activation, config.d_model, d_shared)
+    shared = _mlp(experts.activation, config.d_model, experts.d_shared)
+    shared += 2 * config.d_model * experts.shared_gate
     # In peri-layernorm, router and experts read different rows, so the head map runs twice.
     maps = 0 if rows == 1 else 3 if config.norm == "peri" else 2
     return _flops(

@@ -18,8 +18,12 @@ from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 from moebius.train.micro_batches import MicroBatch
 from moebius.train.recipes.family import FAMILY
+from moebius.train.recipes.hub import HUB_SMALL
 
-NAMES = tuple(FAMILY)
+# Of other people's models those that together have every block
+OTHERS = ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe")
+MODELS = FAMILY | {f"{name}_small": HUB_SMALL[f"{name}_small"] for name in OTHERS}
+NAMES = tuple(MODELS)
 VOCABULARY = 61
 NOTHING: Mapping[str, Any] = {}
 # Norms in every loop make more of rounding where sums have another order: compared in the same order
@@ -118,17 +122,24 @@ def tiny_config(name: str, changes: Mapping[str, Any] = NOTHING) -> ModelConfig:
 
     `changes` have dotted keys.
     """
-    model = FAMILY[name][1]().model
+    model = MODELS[name][1]().model
     small = {
         "vocab_size": VOCABULARY,
         "d_model": 24,
         "attention.d_head": 6,
         "feed_forward.d_feed_forward": 20,
     }
+    if model.attention.kind == "mla":
+        small |= {"attention.d_rotary": 4, "attention.d_value": 10, "attention.kv_rank": 8}
+        small["attention.q_rank"] = 12
+    if getattr(model.attention, "window", None) is not None:
+        small["attention.window"] = 3
     if getattr(getattr(model.attention, "positions", None), "width", None) is not None:
         small["attention.positions.width"] = 6
     if model.experts is not None:
         small["feed_forward.d_expert"] = 8
+        if model.experts.d_shared_expert is not None:
+            small["feed_forward.d_shared_expert"] = 12
     return model.changed({**small, **changes})
 
 

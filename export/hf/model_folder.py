@@ -49,6 +49,25 @@ from .tokenizer import tokenizer_files
 
 _SAMPLE_ROWS = 64
 Layout = Literal["hf", "safetensors"]
+# What moebius' own code for transformers does not compute, with the values that it does: blocks of
+# other people's models, which go out in their own format.
+_BEYOND_CODE: dict[str, tuple[Any, ...]] = {
+    "norm_eps": (None,),
+    "scale_embedding": (False, True),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "attention.num_kv_heads": (None,),
+    "attention.bias": ("none",),
+    "attention.qk_norm": (False, True),
+    "attention.scale": (None,),
+    "attention.window": (None,),
+    "attention.sinks": (False,),
+    "attention.positions.yarn": (None,),
+    "attention.positions.amplitude": (1.0,),
+    "feed_forward.d_shared_expert": (None,),
+    "feed_forward.shared_gate": (False,),
+    "feed_forward.router.bias": (False,),
+}
 CODE = (
     "configuration_moebius.py",
     "experts_moebius.py",
@@ -168,6 +187,19 @@ def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(row) for row in rows]
 
 
+def _beyond_code(model: ModelConfig) -> list[str]:
+    """Lists the keys whose values moebius' own code for transformers does not compute."""
+    values = model.model_dump()
+    found = ['model.attention.kind="mla"'] if model.attention.kind == "mla" else []
+    for path, known in _BEYOND_CODE.items():
+        value: Any = values
+        for name in path.split("."):
+            value = value.get(name, known[0]) if isinstance(value, dict) else known[0]
+        if not any(type(value) is type(each) and value == each for each in known):
+            found.append(f"model.{path}={value!r}")
+    return found
+
+
 def check_promises(model: ModelConfig) -> None:
     """Checks that a model's outputs depend only on the sequence and on no later position.
 
@@ -185,6 +217,11 @@ def check_promises(model: ModelConfig) -> None:
         raise ConfigError(
             f"{' and '.join(own)} cannot be exported to Hugging Face, because the folder holds only "
             "moebius' own code; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
+        )
+    if beyond := _beyond_code(model):
+        raise ConfigError(
+            f"{' and '.join(beyond)} cannot be exported to Hugging Face: the model is none of the families in "
+            "docs/models.md, and moebius' own code for transformers lacks this; use --format safetensors"
         )
     promises = model.evaluation_promises
     broken = []

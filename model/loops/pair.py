@@ -37,7 +37,7 @@ def budgets(model: ModelConfig, seq_len: int) -> Budgets:
     return Budgets(
         forward_flops(model, seq_len).training,
         count_parameters(model, seq_len).in_layers,
-        2 * model.num_layers * attention.num_heads * attention.d_head,
+        model.num_layers * attention.cached_numbers,
     )
 
 

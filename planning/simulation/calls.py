@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from ...data_pipeline.read.rows import SplitReader
 from ...distributed.checkpoint.format import find_checkpoint, read_meta
 from ...distributed.dispatch.expert_map import ExpertMap
 from ...distributed.layout import Layout, check_experts
+from ...model.cost import count_parameters
 from ...model.execution.precision import forward_in
 from ...model.initialise import initialise
 from ...model.loops.steps import PassOptions
@@ -108,9 +110,20 @@ class CallSource:
 
     @cached_property
     def model(self) -> Transformer:
-        """Returns the trained model, or the configured one with initial weights."""
+        """Returns the trained model, or the configured one with initial weights.
+
+        Raises:
+            ValueError: this machine's memory cannot hold them.
+        """
         if self.trained:
             return self.trained
+        needed = 4 * count_parameters(self.config.model, self.config.data.seq_len).total
+        if needed > (free := psutil.virtual_memory().available):
+            raise ValueError(
+                f"{self.title}: its weights take {needed / 10**9:,.0f} GB, and this machine has "
+                f"{free / 10**9:,.0f} GB free: simulate fewer layers (model.num_layers, "
+                "model.layers_per_group), or calculate with `moebius plan`"
+            )
         model = Transformer(self.config.model, backend=self.config.kernels.backend)
         initialise(model, self.config.train.seed)
         return model

@@ -33,7 +33,15 @@ def shallow(config: ModelConfig) -> ModelConfig:
     if config.num_layers <= 4 or not config.loops.is_plain:
         return config
     group = 4 if config.layers_per_group == config.num_layers else config.layers_per_group
-    return config.changed({"layers_per_group": group, "num_layers": -(-4 // group) * group})
+    changes: dict[str, Any] = {"layers_per_group": group, "num_layers": -(-4 // group) * group}
+    lists = {
+        "feed_forward.sparse_layers": getattr(config.experts, "sparse_layers", ()),
+        "attention.window_layers": getattr(config.attention, "window_layers", ()),
+    }
+    for key, listed in lists.items():
+        if isinstance(listed, tuple) and listed:
+            changes[key] = tuple(member for member in listed if member < group)
+    return config.changed(changes)
 
 
 @pytest.mark.sample(8)

@@ -410,6 +410,7 @@ def test_a_mistake_of_ours_comes_with_its_traceback(moebius: Any, monkeypatch: A
         (f"smoke --tokens-per-rank {'9' * 20}", "must be 1 to 16,777,216"),
         ("dense --ep 2", "the model has no experts, so there is nothing to route"),
         ("mixture_of_tokens --tokens-per-rank 4", "the router needs groups of"),
+        ("kimi_k2 --ep 8", "kimi_k2: its weights take 4,106 GB, and this machine has"),
     ],
 )
 def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius: Any) -> None:

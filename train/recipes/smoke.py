@@ -2,7 +2,7 @@
 changes single values.
 
 This file has the runs to start with; family.py has every architecture at one small size,
-published.py the papers' sizes.
+published.py the papers' sizes, hub.py other people's mixtures.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from ...model.routers.sigmoid import SigmoidConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 from .family import FAMILY
+from .hub import HUB, HUB_SMALL
 from .published import PUBLISHED
 
 
@@ -88,5 +89,5 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "smoke": smoke,
     "own_text": own_text,
     **{name: _described(*entry) for name, entry in FAMILY.items()},
-    **{name: _described(*entry) for name, entry in PUBLISHED.items()},
+    **{name: _described(*entry) for name, entry in (PUBLISHED | HUB_SMALL | HUB).items()},
 }
