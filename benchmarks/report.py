@@ -19,7 +19,7 @@ from moebius import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-LIBRARIES = ("torch", "numpy", "pyarrow", "ray", "triton")
+LIBRARIES = ("torch", "numpy", "pyarrow", "ray", "triton", "transformers")
 _ABOUT = ("environment", "measured", "note")  # of a file with parts, beside these
 
 

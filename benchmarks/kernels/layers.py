@@ -1,9 +1,8 @@
 """Defines the layers that expert_layer.py times: shapes, data, float64 meaning, and contenders.
 
-A setting is one feed-forward of experts (y = Σ g·relu(x W_up[e]) W_down[e]), or the V and O
-projections of a SwitchHead in sequence (`heads` > 1: every token has `top_k` routes for each head).
-Both take 12·T·K·D·F floating-point operations for a forward and a backward pass, where K counts the
-routes of a token.
+A setting is one feed-forward of experts (y = Σ g·a(x W_up[e]) W_down[e], a = relu unless it names
+another activation), or the V and O projections of a SwitchHead in sequence (`heads` > 1: every token
+has `top_k` routes for each head).
 
 Timing uses normally distributed data. Checking uses small multiples of 1/8 for the first product,
 whose sums are then exact in float32 in any order of addition. No sign changes between
@@ -14,29 +13,32 @@ Contenders:
 
     ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
     dense     the same layer of the dense model of equal parameters, which a MoEUT layer should match
-    peer      the same sum over experts, written with plain torch
+    peer      the same sum over experts, written with plain torch, and, for swiglu, transformers' own
+              Qwen3 experts with its `grouped_mm` implementation and weights as it stores them
     ours      the functions of moebius.kernels.functional, one contender per backend
 
 On CPUs torch's float32 products, of all but ours, run in every mode that is exact on this machine:
 through MKL, and through oneDNN, which torch selects for "bf16" precision. On AMD CPUs oneDNN is
 faster; a CPU with matrix units (AMX) would round. The mode applies to the whole process.
 
-Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen (of a head), N
-= T·H·K routes.
+Legend: T tokens, D model width, F expert width, W columns before the activation (F, or 2F if it is
+gated), E experts, H heads, K experts chosen (of a head), N = T·H·K routes.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.functional import routed_linear, routed_mlp
+from moebius.kernels.reference import activate, columns_of
 from moebius.model.routing import head_to_token_routes, token_routes, token_to_head_routes
 
 # standard deviation of what every token's logits have in common: the fullest expert gets 3 to 6
@@ -61,6 +63,8 @@ class Setting:
         None  # hidden width of the same layer in the dense model of equal parameters
     )
     what: str = ""
+    activation: str = "relu"
+    checked_experts: int | None = None  # fewer, where float64 needs too much; also for peak memory
 
     @property
     def routes(self) -> int:
@@ -73,22 +77,18 @@ class Setting:
         return self.heads * self.top_k * self.d_expert
 
     @property
-    def flop(self) -> float:
-        """Returns the FLOPs of a forward and a backward pass."""
-        return 12.0 * self.routes * self.d_model * self.d_expert
-
-    @property
     def is_switchhead(self) -> bool:
         return self.heads > 1
 
     def ideal_bytes(self, itemsize: int) -> int:
         """Returns the minimum that a backward pass needs besides the weights.
 
-        That is x, hidden rows, gates, sorted order and its inverse. For a SwitchHead: x, the
-        ungated outputs of V, the rows of O, and both lists of routes.
+        That is x, hidden rows (a gated activation's columns), gates, sorted order and its inverse.
+        For a SwitchHead: x, the ungated outputs of V, the rows of O, and both lists of routes.
         """
         routes_bytes = self.routes * (4 + 2 * 4)
-        rows = self.tokens * self.d_model + self.routes * self.d_expert
+        columns = columns_of(self.d_expert, self.activation)
+        rows = self.tokens * self.d_model + self.routes * columns
         if self.is_switchhead:
             return (rows + self.tokens * self.heads * self.d_expert) * itemsize + 2 * routes_bytes
         return rows * itemsize + routes_bytes
@@ -102,11 +102,13 @@ CPU_SETTINGS = (
     Setting("D", 4096, 1024, 512, 16, 2, what="wide experts, two per token"),
     Setting("44M", 2048, 412, 128, 155, 12, d_dense=2053, what="MoEUT-44M, 8 sequences of 256"),
     Setting("44M attention", 2048, 412, 82, 32, 2, heads=4, d_dense=410, what="V and O of MoEUT-44M"),
+    Setting("Qwen3", 2048, 2048, 768, 128, 8, what="Qwen3-30B-A3B", activation="swiglu", checked_experts=16),
 )
 GPU_SETTINGS = (
     Setting("244M", 16384, 1024, 128, 387, 16, d_dense=4110, what="MoEUT-244M, 16 sequences of 1,024"),
     Setting("44M", 16384, 412, 128, 155, 12, d_dense=2053, what="MoEUT-44M, 16 sequences of 1,024"),
     Setting("244M attention", 16384, 1024, 128, 40, 2, heads=4, d_dense=1024, what="V and O of MoEUT-244M"),
+    Setting("Qwen3", 16384, 2048, 768, 128, 8, what="Qwen3-30B-A3B", activation="swiglu", checked_experts=16),
 )
 # fmt: on
 
@@ -128,13 +130,13 @@ class Bank:
 
     setting: Setting
     x_TD: Tensor
-    w_up_EDF: Tensor
+    w_up_EDW: Tensor
     w_down_EFD: Tensor
     grad_TD: Tensor  # of the outputs
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        return self.w_up_EDF, self.w_down_EFD
+        return self.w_up_EDW, self.w_down_EFD
 
     def to(self, dtype: torch.dtype) -> "Bank":
         """Returns the same values in another dtype, as new leaves."""
@@ -151,9 +153,10 @@ def draw_bank(
     checking.
     """
     experts, width, hidden = setting.num_experts, setting.d_model, setting.d_expert
+    columns = columns_of(hidden, setting.activation)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        drawn = torch.randn(shape, generator=generator, device=generator.device) * scale
+        drawn = torch.randn(shape, generator=generator, device=generator.device).mul_(scale)
         return drawn.to(torch.bfloat16).to(dtype)
 
     def eighths(*shape: int) -> Tensor:
@@ -163,9 +166,9 @@ def draw_bank(
 
     x = eighths(setting.tokens, width) if exact else normal(setting.tokens, width)
     w_up = (
-        eighths(experts, width, hidden)
+        eighths(experts, width, columns)
         if exact
-        else normal(experts, width, hidden, scale=width**-0.5)
+        else normal(experts, width, columns, scale=width**-0.5)
     )
     w_down = normal(experts, hidden, width, scale=hidden**-0.5)
     for leaf in (x, w_up, w_down):
@@ -191,23 +194,26 @@ def _draw_choice(setting: Setting, skew: float, generator: torch.Generator) -> C
 
 def run_layer(
     x_TD: Tensor,
-    w_up_EDF: Tensor,
+    w_up_EDW: Tensor,
     w_down_EFD: Tensor,
     choices: Sequence[Choice],
     *,
+    activation: str,
     backend: str,
 ) -> Tensor:
     """Runs the layer as the model does."""
-    first, last, num_experts = choices[0], choices[-1], w_up_EDF.shape[0]
+    first, last, num_experts = choices[0], choices[-1], w_up_EDW.shape[0]
     if len(choices) == 1:
         routes = token_routes(
             first.experts_THK[:, 0], first.gates_THK[:, 0], num_experts=num_experts
         )
-        return routed_mlp(x_TD, w_up_EDF, w_down_EFD, routes, backend=backend)
+        return routed_mlp(
+            x_TD, w_up_EDW, w_down_EFD, routes, activation=activation, backend=backend
+        )
     to_heads = token_to_head_routes(first.experts_THK, first.gates_THK, num_experts=num_experts)
     to_tokens = head_to_token_routes(last.experts_THK, last.gates_THK, num_experts=num_experts)
     return routed_linear(
-        routed_linear(x_TD, w_up_EDF, to_heads, backend=backend),
+        routed_linear(x_TD, w_up_EDW, to_heads, backend=backend),
         w_down_EFD,
         to_tokens,
         backend=backend,
@@ -223,10 +229,14 @@ class Result:
 
     def error(self, expected: "Result") -> float:
         """Returns the largest relative norm of a difference, ignoring gradients that this output
-        lacks.
+        lacks. A matrix of another shape is the transposed one, as transformers stores it.
         """
         pairs = [(self.y_TD, expected.y_TD), *zip(self.grads, expected.grads, strict=False)]
-        return max(float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+        return max(
+            float((ours.double() - theirs).norm() / theirs.norm())
+            for ours, given in pairs
+            for theirs in [given if ours.shape == given.shape else given.mT]
+        )
 
 
 def result_of(forward: Callable[[], Tensor], grad_TD: Tensor, leaves: Sequence[Tensor]) -> Result:
@@ -244,7 +254,8 @@ def meaning(bank: Bank, choices: Sequence[Choice], *, chunk: int = 4096) -> Resu
     for start in range(0, bank.setting.tokens, chunk):
         rows = slice(start, start + chunk)
         some = [Choice(c.experts_THK[rows], g[rows]) for c, g in zip(choices, gates, strict=True)]
-        y = run_layer(wide.x_TD[rows], *wide.weights, some, backend="reference")
+        given = {"activation": bank.setting.activation, "backend": "reference"}
+        y = run_layer(wide.x_TD[rows], *wide.weights, some, **given)
         y.backward(wide.grad_TD[rows])
         parts.append(y.detach())
     leaves = (wide.x_TD, *gates, *wide.weights)
@@ -274,21 +285,31 @@ class Contender:
 
 
 # What a run that is cut short must have answered.
-_FIRST = ("dense, equal MACs", "dense baseline", "ours: triton", "grouped_mm", "the loop")
+_FIRST = ("dense, equal MACs", "dense baseline", "ours: triton")
+_FIRST = (*_FIRST, "transformers: grouped_mm", "grouped_mm", "the loop")
 
 
 def contenders(setting: Setting, modes: Sequence[Mode]) -> list[Contender]:
-    """Returns all contenders of a setting, the most telling first; trying shows which can run here."""
-    found = list[Contender]()
+    """Returns all contenders of a setting, the most telling first; trying shows which can run here.
+
+    A bank that is too large to be checked is too large for loops: autograd adds up a gradient of the
+    whole bank per expert.
+    """
+    found, has_loops = list[Contender](), setting.checked_experts is None
     for mode in modes:
         found.append(Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode))
         if setting.d_dense is not None:
             found.append(Contender("dense baseline", "dense", dense(setting.d_dense), mode))
-        found.append(Contender("grouped_mm", "peer", partial(ExpertLayer, run=grouped), mode))
-    if not setting.is_switchhead:
-        found.append(Contender("the loop", "peer", partial(ExpertLayer, run=where_loop)))
-    for name in BACKENDS:
-        build = partial(ExpertLayer, run=partial(run_layer, backend=name))
+        if setting.activation == "swiglu":
+            found.append(Contender("transformers: grouped_mm", "peer", transformers_layer, mode))
+        run = partial(grouped, activation=setting.activation)
+        found.append(Contender("grouped_mm", "peer", partial(ExpertLayer, run=run), mode))
+    if has_loops and not setting.is_switchhead:
+        run = partial(where_loop, activation=setting.activation)
+        found.append(Contender("the loop", "peer", partial(ExpertLayer, run=run)))
+    for name in BACKENDS[0 if has_loops else 1 :]:  # the first is the reference
+        run = partial(run_layer, activation=setting.activation, backend=name)
+        build = partial(ExpertLayer, run=run)
         found.append(Contender(f"ours: {name}", "ours", build))
     return sorted(found, key=lambda each: (*_FIRST, each.name).index(each.name))
 
@@ -316,19 +337,19 @@ def onednn_error() -> float:
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """Computes relu(x W_up) W_down; without relu for attention's projections."""
+    """Computes a(x W_up) W_down; without an activation for attention's projections."""
 
     w_up_DW: Tensor
-    w_down_WD: Tensor
-    has_relu: bool
+    w_down_FD: Tensor
+    activation: str | None
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        return self.w_up_DW, self.w_down_WD
+        return self.w_up_DW, self.w_down_FD
 
     def __call__(self, x_TD: Tensor, choices: Sequence[Choice]) -> Tensor:
         h = x_TD @ self.w_up_DW
-        return (h.relu() if self.has_relu else h) @ self.w_down_WD
+        return (activate(h, self.activation) if self.activation else h) @ self.w_down_FD
 
 
 def dense(width: int) -> Callable[[Bank], DenseLayer]:
@@ -336,12 +357,13 @@ def dense(width: int) -> Callable[[Bank], DenseLayer]:
 
     def build(bank: Bank) -> DenseLayer:
         d_model, x = bank.setting.d_model, bank.x_TD
-        shapes = ((d_model, width), (width, d_model))
+        activation = None if bank.setting.is_switchhead else bank.setting.activation
+        shapes = ((d_model, columns_of(width, activation or "relu")), (width, d_model))
         up, down = (
             torch.randn(s, device=x.device).mul_(s[0] ** -0.5).to(x.dtype).requires_grad_()
             for s in shapes
         )
-        return DenseLayer(up, down, not bank.setting.is_switchhead)
+        return DenseLayer(up, down, activation)
 
     return build
 
@@ -361,7 +383,51 @@ class ExpertLayer:
         return self.run(x_TD, *self.weights, choices)
 
 
-def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
+class TransformersLayer:
+    """Holds transformers' Qwen3 experts with its `grouped_mm` implementation, on weights of its own.
+
+    Raises:
+        ImportError: transformers is not installed, or has no such experts.
+    """
+
+    def __init__(self, bank: Bank) -> None:
+        modules: dict[str, Any] = sys.modules
+        modules["kernels"] = None  # transformers would take our folder for a library of that name
+        try:
+            from transformers import Qwen3MoeConfig
+            from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+        finally:
+            del modules["kernels"]
+        given: dict[str, Any] = {
+            "num_experts": bank.setting.num_experts,
+            "hidden_size": bank.setting.d_model,
+            "moe_intermediate_size": bank.setting.d_expert,
+            "experts_implementation": "grouped_mm",
+        }
+        with torch.device("meta"):
+            self.experts = Qwen3MoeExperts(Qwen3MoeConfig(**given))
+        for name, weight in zip(("gate_up_proj", "down_proj"), bank.weights, strict=True):
+            setattr(self.experts, name, nn.Parameter(weight.detach().mT.contiguous()))
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(self.experts.parameters())
+
+    def __call__(self, x_TD: Tensor, choices: Sequence[Choice]) -> Tensor:
+        [choice] = choices
+        gates_TK = choice.gates_THK[:, 0].to(x_TD.dtype)
+        return self.experts(x_TD, choice.experts_THK[:, 0], gates_TK)
+
+
+@lru_cache(maxsize=2)  # the bank that is checked and the one that is timed; all modes share them
+def transformers_layer(bank: Bank) -> TransformersLayer:
+    """Makes transformers' layer with a bank's values."""
+    return TransformersLayer(bank)
+
+
+def where_loop(
+    x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice], *, activation: str
+) -> Tensor:
     """The common loop, as in Transformers: find an expert's tokens, index its weights, add in
     place.
     """
@@ -371,12 +437,19 @@ def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Cho
     y_TD = torch.zeros_like(x_TD)
     for expert in (chosen_EKT.sum((1, 2)) > 0).nonzero().flatten().tolist():
         slot, token = torch.where(chosen_EKT[expert])
-        outputs = (x_TD[token] @ w_up[expert]).relu() @ w_down[expert]
+        outputs = activate(x_TD[token] @ w_up[expert], activation) @ w_down[expert]
         y_TD.index_add_(0, token, outputs * gates_TK[token, slot, None])
     return y_TD
 
 
-def grouped(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
+def grouped(
+    x_TD: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    choices: Sequence[Choice],
+    *,
+    activation: str = "relu",
+) -> Tensor:
     """Sorts the routes, gathers, multiplies by torch's grouped product and adds up; the gate
     weights the narrow rows.
     """
@@ -393,7 +466,7 @@ def grouped(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice
         rows = F.grouped_mm(values[head_row_N[order_N]] * gate_N1, w_down, offs=ends_E)
     else:
         order_N, ends_E, gate_N1 = _sorted(choices[0], w_up)
-        h = F.grouped_mm(x_TD[token_N[order_N]], w_up, offs=ends_E).relu()
+        h = activate(F.grouped_mm(x_TD[token_N[order_N]], w_up, offs=ends_E), activation)
         rows = F.grouped_mm(h * gate_N1, w_down, offs=ends_E)
     return torch.zeros_like(x_TD).index_add(0, token_N[order_N], rows)
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ from benchmarks.kernels.layers import (
 ROOT = Path(__file__).resolve().parents[2]
 MLP = Setting("mlp", 40, 16, 8, 6, 3, d_dense=20)
 ATTENTION = Setting("attention", 24, 16, 8, 6, 2, heads=2, d_dense=16)
+GATED = Setting("gated", 40, 16, 12, 6, 3, activation="swiglu")
 
 
-@pytest.mark.parametrize("setting", [MLP, ATTENTION], ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", [MLP, ATTENTION, GATED], ids=lambda setting: setting.name)
 def test_every_contender_means_the_same(setting: Setting) -> None:
     generator = torch.Generator().manual_seed(0)
     bank = draw_bank(setting, torch.float32, generator, exact=True)
@@ -41,11 +43,13 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
                 y = lambda layer=layer: layer(bank.x_TD, choices)  # noqa: E731
                 answer = result_of(y, bank.grad_TD, leaves)
         except (ValueError, ImportError):
-            assert contender.name.startswith("ours")
+            assert contender.name.startswith(("ours", "transformers"))
             continue
         assert answer.error(expected) < 1e-5, contender.name
         ran.add(contender.name)
     assert {"grouped_mm", "ours: segments", "ours: reference"} <= ran
+    has_transformers = find_spec("transformers") is not None
+    assert ("transformers: grouped_mm" in ran) == (setting is GATED and has_transformers)
 
 
 TINY_STEP = """
