@@ -18,6 +18,7 @@ import torch
 
 from ...kernels.cpu.build import lacking
 from ..attention.attention import DenseAttention, SwitchHead
+from ..attention.mla import LatentAttention
 from ..attention.momha import MoMHA
 from ..layers import DenseMLP, LayerNorm, RMSNorm
 from ..loops.halting import Halting
@@ -28,6 +29,7 @@ _METHODS = {
     RMSNorm: "forward",
     DenseMLP: "forward",
     DenseAttention: "forward",
+    LatentAttention: "forward",
     SwitchHead: "attend",
     MoMHA: "attend",
     Halting: "gate",

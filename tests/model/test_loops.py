@@ -242,7 +242,11 @@ def note_state(model: Transformer) -> list[Tensor]:
             lambda module, given: seen.append(given[0])
         )
     elif model.final_norm is not None:
-        model.final_norm.register_forward_hook(lambda module, given, result: seen.append(result))
+
+        def note(module: torch.nn.Module, given: object, result: Tensor) -> None:
+            seen.append(result)
+
+        model.final_norm.register_forward_hook(note)
     return seen
 
 
