@@ -46,7 +46,8 @@ MIDWAY = "checkpoints/step_00000002"
 WITHOUT_CHANCE: dict[str, dict[str, Any]] = {
     "sigma_moe_original": {
         "feed_forward.router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}
-    }
+    },
+    "qwen3_moe_small": {},
 }
 
 
