@@ -46,6 +46,9 @@ MODELS = {
             "feed_forward.router": SigmoidConfig(top_k=1),
         }
     ),
+} | {
+    name: tiny_config(f"{name}_small", {"vocab_size": 257})
+    for name in ("deepseek_v3", "gpt_oss", "qwen2_moe", "granitemoe")
 }
 # world, mesh: experts over efsdp 2 and 1; with and without replicas. (Over 4: the models below.)
 SHARDED = [
@@ -157,17 +160,20 @@ def test_sharded_weights_make_the_same_steps(
 
 
 @pytest.mark.parametrize(
-    "model", slow_but(["not_repeated", "dense", "halting", "few_experts"], "dense")
+    "model", slow_but([name for name in MODELS if name != "repeated"], "dense", "deepseek_v3")
 )
 def test_every_kind_of_model_can_be_sharded(
     model: str, data: Path, tmp_path: Path, on_one_rank: OneRank
 ) -> None:
     mesh = {"dp_shard": 4, "ep": 1 if model in ("dense", "few_experts") else 2}
     config = config_of(data, model, mesh=mesh | {"sharding": "fsdp"})
-    # The gradient of SUT's routers is small beside its terms: another order of sums shows, sharded
-    # or not.
-    tolerance = 1e-4 if model == "halting" else 1e-5
-    compare(run_ranks(sgd_steps, 4, config, tmp_path), on_one_rank(model), tolerance)
+    # The gradient of SUT's routers is small beside its terms, and the norms of small embeddings
+    # magnify: another order of sums shows, sharded or not.
+    tolerance = {"halting": 1e-4, "granitemoe": 1e-3, "gpt_oss": 1e-3, "qwen2_moe": 1e-3}
+    tolerance |= {"deepseek_v3": 1e-3}
+    compare(
+        run_ranks(sgd_steps, 4, config, tmp_path), on_one_rank(model), tolerance.get(model, 1e-5)
+    )
 
 
 @pytest.mark.slow
