@@ -115,7 +115,7 @@ def opened_folder(
             console.print(Text(note, style="yellow"))
         yield
     finally:
-        if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, SOURCE, "logs"}:
+        if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, SOURCE, "source", "logs"}:
             shutil.rmtree(run_dir, ignore_errors=True)
             with contextlib.suppress(OSError):  # there is more
                 for folder in made[1:]:

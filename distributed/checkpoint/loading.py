@@ -142,7 +142,7 @@ def _read_into(
         (chunk, name, blocks)
         for name, tensor in tensors.items()
         for chunk in stored.index.tensors[name].chunks
-        if (blocks := list(_blocks(chunk, shards.get(name) or whole_shard(tensor.shape))))
+        if (blocks := list(overlaps(chunk, shards.get(name) or whole_shard(tensor.shape))))
     ]
     for chunk, name, blocks in sorted(wanted, key=lambda each: (each[0].file, each[0].start)):
         values, target = _read_chunk(stored, name, chunk), tensors[name].detach()
@@ -150,7 +150,7 @@ def _read_into(
             block_of(target, here, sizes).copy_(block_of(values, there, sizes))
 
 
-def _blocks(chunk: Chunk, shard: LocalShard) -> Iterator[tuple[list[int], list[int], list[int]]]:
+def overlaps(chunk: Chunk, shard: LocalShard) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Yields the overlaps of a chunk and a rank's slices: offsets in both, and sizes."""
     for slice_ in shard.slices:
         ends = zip(chunk.offsets, chunk.sizes, slice_.offsets, slice_.sizes, strict=True)

@@ -1,26 +1,43 @@
-"""What a run starts from instead of drawn weights: a checkpoint of another run.
+"""What a run starts from instead of drawn weights: another run's checkpoint, or a published folder.
 
 `source.json` in the run folder records it. It is written before the ranks start and decides for every
 start before the run's first checkpoint, so a run that is killed before it starts from the same bits.
 Only weights are loaded: the optimizer, the schedule and the data begin anew.
+
+A rank reads only the blocks of a published folder that it stores, one at a time, so it never holds more
+than its share of the model and one tensor. `pieces` say where they are; no family is known here.
 """
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from ...plugins import some_of
-from .format import CheckpointError, open_checkpoint
+from .format import (
+    CheckpointError,
+    Chunk,
+    Index,
+    StoredTensor,
+    audit,
+    blake2b,
+    open_checkpoint,
+)
 from .together import gathered, together
 
 if TYPE_CHECKING:  # commands read source.json without DTensor's import of half a second
     from ..local_shard import LocalShard
     from ..mesh import Mesh
+    from .pieces import Piece
 
 SOURCE = "source.json"
+SOURCE_FILES = "source"
+"""The folder of a run folder with a copy of the published folder's small files, for `ckpt export`."""
+
 _SHOWN_DIGITS = 12  # of a digest
 
 
@@ -29,23 +46,32 @@ class Source(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["checkpoint"]
+    kind: Literal["checkpoint", "folder"]
     given: str  # what the user named, with an absolute path
-    path: str  # of the checkpoint, absolute
-    step: int | None = None
-    digest: str  # of the checkpoint's manifest
+    path: str  # of the checkpoint or the folder, absolute
+    step: int | None = None  # of a checkpoint
+    family: str | None = None  # of a folder
+    digest: str  # of the checkpoint's manifest, or of the folder's config.json, index and headers
     tokenizer: str | None = None  # SHA-256 of the tokenizer whose ids the weights know
     drawn: tuple[str, ...] = ()  # parameters drawn anew
+    zeros: tuple[str, ...] = ()  # buffers that the folder's family lacks
     ignored: tuple[str, ...] = ()  # tensors of the source that the model lacks
+    dequantised: tuple[str, ...] = ()  # tensors of the folder in a packed format
+    pieces: tuple[Any, ...] = ()  # of a folder: rows of `pieces_to_json`
 
     def words(self) -> str:
         """Describes the source in one line."""
-        step = "" if self.step is None else f", step {self.step:,}"
-        words = f"{self.given}{step} (digest {self.digest[:_SHOWN_DIGITS]})"
-        for what, names in (("drawn anew", self.drawn), ("ignored", self.ignored)):
-            if names:
-                words += f"; {what}: {some_of(names, most=80)}"
-        return words
+        what = self.family if self.step is None else f"step {self.step:,}"
+        words = f"{self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
+        told = {"dequantised": self.dequantised, "drawn anew": self.drawn, "ignored": self.ignored}
+        lists = (f"; {what}: {some_of(names, most=80)}" for what, names in told.items() if names)
+        return words + "".join(lists)
+
+    def as_text(self) -> str:
+        """Returns the text of source.json, a key per line."""
+        keys = self.model_dump(mode="json", exclude_defaults=True).items()
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in keys]
+        return "{\n " + ",\n ".join(lines) + "\n}\n"
 
     def is_like(self, other: "Source") -> bool:
         """Returns whether both name the same weights and draw the same parameters anew."""
@@ -70,9 +96,19 @@ def read_source(run_dir: Path) -> Source | None:
         ) from None
 
 
-def digest_of(checkpoint: Path) -> str:
-    """Returns the digest of a checkpoint's files, from its manifest."""
-    return open_checkpoint(checkpoint).manifest.digest
+def keep_small_files(source: Source, run_dir: Path) -> None:
+    """Copies configuration, tokenizer, licence and the like of a published folder into the run folder.
+
+    A run that starts from such a run keeps them, too.
+    """
+    from .pieces import PublishedFolder
+
+    kept = run_dir / SOURCE_FILES
+    shutil.rmtree(kept, ignore_errors=True)
+    if source.kind == "folder":
+        PublishedFolder(Path(source.path)).copy_small_files(kept)
+    elif (before := Path(source.path).parent.parent / SOURCE_FILES).is_dir():
+        shutil.copytree(before, kept)
 
 
 def load_start(
@@ -88,10 +124,10 @@ def load_start(
 
     def read() -> str:
         own.append(read_source(run_dir))
-        return "" if own[0] is None else own[0].model_dump_json()
+        return "" if own[0] is None else blake2b(own[0].as_text().encode())
 
     seen = gathered(mesh.world_group, read)
-    if other := [rank for rank, text in enumerate(seen) if text != seen[0]]:
+    if other := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
         raise CheckpointError(
             f"{run_dir / SOURCE}: rank {other[0]} sees another file than rank 0; the run folder must "
             "be the same on every node"
@@ -116,23 +152,89 @@ def load_source(
     """
     from .loading import load
 
-    wanted = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.removeprefix("model.") not in source.drawn
-    }
-    together(mesh.world_group, lambda: _check_unchanged(source))
-    path = Path(source.path)
-    load(path, wanted, shards, mesh=mesh, allow_unexpected=True, converts=True)
+    kept = {f"model.{name}" for name in (*source.drawn, *source.zeros)}
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
+    if source.kind == "folder":
+        return _load_folder(source, wanted, shards, mesh)
+    together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
+    load(Path(source.path), wanted, shards, mesh=mesh, allow_unexpected=True, converts=True)
 
 
-def _check_unchanged(source: Source) -> None:
+def _digest_of(source: Source) -> str:
+    """Returns the digest that a checkpoint has now; "" if it is not there."""
     path = Path(source.path)
+    return open_checkpoint(path).manifest.digest if path.is_dir() else ""
+
+
+def _check_digest(source: Source, now: str) -> None:
     advice = "restore it, or start again with --from in a new run folder"
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: what this run starts from is not there: {advice}")
-    if (now := digest_of(path)) != source.digest:
+    if not now:
+        raise CheckpointError(f"{source.path}: what this run starts from is not there: {advice}")
+    if now != source.digest:
         raise CheckpointError(
-            f"{path}: has changed since this run was started with it (digest "
+            f"{source.path}: has changed since this run was started with it (digest "
             f"{source.digest[:_SHOWN_DIGITS]}…, now {now[:_SHOWN_DIGITS]}…): {advice}"
         )
+
+
+# Published folders -------------------------------------------------------------------------------
+
+
+def _load_folder(
+    source: Source, tensors: Mapping[str, Tensor], shards: "Mapping[str, LocalShard]", mesh: "Mesh"
+) -> None:
+    """Fills this rank's tensors from a published folder, block by block."""
+    from ..local_shard import block_of, whole_shard
+    from .loading import overlaps
+    from .pieces import PublishedFolder, pieces_from_json
+
+    path = Path(source.path)
+    pieces = [one for one in pieces_from_json(source.pieces) if f"model.{one.name}" in tensors]
+    own = {name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()}
+
+    def check() -> PublishedFolder:
+        if not path.exists():
+            _check_digest(source, "")
+        folder = PublishedFolder(path)
+        _check_digest(source, folder.digest)
+        folder.check(pieces)
+        refuse_gaps(source.path, pieces, {name: shard.global_shape for name, shard in own.items()})
+        return folder
+
+    folder = together(mesh.world_group, check)
+
+    def read() -> None:
+        for piece in sorted(pieces, key=lambda piece: folder.keys[piece.key].file):
+            name = f"model.{piece.name}"
+            for there, here, sizes in overlaps(_as_chunk(piece), own[name]):
+                offsets = [at + start for at, start in zip(there, piece.start, strict=True)]
+                block = folder.read(piece, offsets, sizes)
+                block_of(tensors[name].detach(), here, sizes).copy_(block)
+
+    together(mesh.world_group, read)
+
+
+def refuse_gaps(path: str, pieces: "Sequence[Piece]", shapes: Mapping[str, Sequence[int]]) -> None:
+    """Checks that pieces give every element of tensors exactly once.
+
+    Args:
+        path: of their folder, for the message.
+        pieces: the pieces of the tensors.
+        shapes: of the whole tensors, as "model.<name>".
+
+    Raises:
+        CheckpointError: lists the tensors with parts that are missing or there twice.
+    """
+    found = {
+        name: StoredTensor(dtype="", shape=tuple(shape), chunks=[])
+        for name, shape in shapes.items()
+    }
+    for piece in pieces:
+        found[f"model.{piece.name}"].chunks.append(_as_chunk(piece))
+    if gaps := audit(Index(tensors=found), {}):
+        listed = "\n  ".join(gaps)
+        raise CheckpointError(f"{path}: does not give every element of the model once:\n  {listed}")
+
+
+def _as_chunk(piece: "Piece") -> Chunk:
+    return Chunk(offsets=piece.start, sizes=piece.sizes, file=piece.key, start=0, length=0)

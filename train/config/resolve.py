@@ -123,8 +123,13 @@ def _take_start(
     said |= {override.partition("=")[0].strip() for override in overrides}
     prepare = dict(_section(values, "prepare"))
     is_same_data = prepare == start.prepare and not any(key.startswith("prepare.") for key in said)
-    if not (has_data or is_same_data or "prepare.tokenizer" in said):
-        values["prepare"] = prepare | dict(start.tokenizer)
+    if not (has_data or is_same_data):
+        tokenizer = dict(start.tokenizer)
+        if "prepare.tokenizer" in said:
+            tokenizer = {key: tokenizer[key] for key in ("vocab_size",)}
+        values["prepare"] = prepare | {
+            k: v for k, v in tokenizer.items() if f"prepare.{k}" not in said
+        }
 
 
 def _check_folder(config: Config, given: Mapping[str, Any], overrides: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ sinks/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 import contextlib
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -19,7 +20,7 @@ from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
-from ...distributed.checkpoint.source import SOURCE, read_source
+from ...distributed.checkpoint.source import SOURCE, SOURCE_FILES, keep_small_files, read_source
 from ...distributed.checkpoint.source import Source as Source
 from ...plugins import some_of
 from ..config.run_config import Config, ConfigError
@@ -96,8 +97,10 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
         )
     if source is None:
         (run_dir / SOURCE).unlink(missing_ok=True)
+        shutil.rmtree(run_dir / SOURCE_FILES, ignore_errors=True)
     else:
-        write_atomically(run_dir / SOURCE, source.model_dump_json(indent=1))
+        write_atomically(run_dir / SOURCE, source.as_text())
+        keep_small_files(source, run_dir)
     config.save(saved)
 
 
