@@ -111,9 +111,9 @@ class Transformer(nn.Module):
         )
         self.loops = Loops(config, initializers)
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
-        has_final_norm = config.final_norm and config.norm != "post"
-        norm = make_norm(config.norm_layer, config.norm_eps, config.d_model)
-        self.final_norm = norm if has_final_norm else None
+        self.final_norm = None
+        if config.final_norm and config.norm != "post":
+            self.final_norm = make_norm(config.norm_layer, config.norm_eps, config.d_model)
         self.head = ReadOut(
             config.d_model,
             config.vocab_size,
@@ -265,17 +265,15 @@ def _cache_key(step: DepthStep, shared_loops: int | None) -> tuple[int, int | No
 
 
 def _initializers(config: ModelConfig) -> Initializers:
-    """Builds the initializers; post-norm layers start at full size, because their norm bounds the
-    residual.
-    """
+    """Builds the initializers; post-norm layers start at full size: their norm bounds the residual."""
     depth = 2 if config.norm == "post" else config.num_layers
     rule = config.initialisation
     return Initializers(
         rule.kind,
         config.d_model,
         depth,
-        getattr(rule, "scale", None),
-        rule.expert_axis_norm,
+        scale=getattr(rule, "scale", None),
+        expert_axis_norm=rule.expert_axis_norm,
         std=getattr(rule, "std", None),
         scaled_head=getattr(rule, "head", "") == "scaled",
         embedding_factor=config.embedding_factor,

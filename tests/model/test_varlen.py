@@ -76,10 +76,11 @@ ALL_LAYOUTS = LAYOUTS | {f"drawn {seed}": drawn_layout(seed) for seed in range(4
 # Torch's operators on CPUs --------------------------------------------------------------------------------------------
 
 
-def weights_of(q_HLC: Tensor, k_HLC: Tensor, scale: float) -> Tensor:
+def weights_of(q_HLC: Tensor, k_HLC: Tensor, scale: float, before: int) -> Tensor:
     scores_HLL = (q_HLC @ k_HLC.mT) * scale
-    later = torch.ones_like(scores_HLL[0], dtype=torch.bool).triu(1)
-    return scores_HLL.masked_fill(later, float("-inf")).softmax(-1)
+    seen = torch.ones_like(scores_HLL[0], dtype=torch.bool).tril()
+    seen = seen if before < 0 else seen.triu(-before)
+    return scores_HLL.masked_fill(~seen, float("-inf")).softmax(-1)
 
 
 def spans(given: tuple[Tensor, ...], offsets: Tensor, others: tuple[Any, ...]) -> Iterator[Any]:
@@ -92,17 +93,24 @@ def spans(given: tuple[Tensor, ...], offsets: Tensor, others: tuple[Any, ...]) -
     assert bounds[0] == 0
     assert bounds[-1] == len(given[0])
     assert longest == also == max(end - first for first, end in pairwise(bounds))
-    assert causal
-    assert window == [-1, 0]
+    assert causal == (window == [-1, 0])
+    assert window[1] == 0
+    num_heads = given[0].shape[1]
     for each in given:
-        assert each.shape == given[0].shape
+        assert each.shape[::2] == given[0].shape[::2]
+        assert num_heads % each.shape[1] == 0
         assert each.shape[-1] % 8 == 0
         assert each.shape[-1] <= 256
         assert each.stride(-1) == 1 or each.shape[-1] == 1
     for first, end in pairwise(bounds):
         assert first < end
         place = slice(first, end)
-        yield place, scale, *(each[place].transpose(0, 1) for each in given)
+        rows = (each[place].transpose(0, 1) for each in given)
+        yield (
+            place,
+            (scale, window[0]),
+            *(x.repeat_interleave(num_heads // len(x), 0) for x in rows),
+        )
 
 
 @varlen._varlen_attn.register_kernel("cpu")
@@ -124,7 +132,7 @@ def attend_slowly(
     out = torch.empty_like(query)
     others = (cu_seq_k, max_q, max_k, is_causal, scale, window_size)
     for place, factor, q, k, v in spans((query, key, value), cu_seq_q, others):
-        out[place] = (weights_of(q, k, factor) @ v).transpose(0, 1)
+        out[place] = (weights_of(q, k, *factor) @ v).transpose(0, 1)
     log_sums = torch.zeros(query.shape[1], len(query))  # only the real backward kernel reads them
     return out, log_sums, torch.zeros(2, dtype=torch.uint64)
 
@@ -151,14 +159,15 @@ def attend_slowly_backward(
     others = (cu_seq_k, max_q, max_k, is_causal, scale, window_size)
     given = (query, key, value, grad_out.contiguous())
     for place, factor, q, k, v, grad in spans(given, cu_seq_q, others):
-        weights = weights_of(q, k, factor)
+        weights = weights_of(q, k, *factor)
         grad_weights = grad @ v.mT
         share = (grad_weights * weights).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - share) * factor
+        grad_scores = weights * (grad_weights - share) * factor[0]
         for gradient, value_HLC in zip(
             gradients, (grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad), strict=True
         ):
-            gradient[place] = value_HLC.transpose(0, 1)
+            shared_HLC = value_HLC.unflatten(0, (gradient.shape[1], -1)).sum(1)
+            gradient[place] = shared_HLC.transpose(0, 1)
     return gradients
 
 
@@ -188,19 +197,33 @@ def marked(ids: list[list[int]] | Tensor, *, balance: bool = False) -> Documents
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMS)
-@pytest.mark.parametrize("channels", [6, 8])
+@pytest.mark.parametrize(
+    ("channels", "of_value", "kv_heads", "window"),
+    [(6, 6, 4, None), (8, 8, 4, None), (6, 6, 2, 3), (8, 5, 1, 1), (5, 9, 4, 50)],
+)
 def test_values_and_gradients_are_those_of_the_mask(
-    layout: str, dtype: torch.dtype, tolerance: float, channels: int, kernel: Kernel
+    layout: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    channels: int,
+    of_value: int,
+    kv_heads: int,
+    window: int | None,
+    kernel: Kernel,
 ) -> None:
+    """Also where heads share keys, values have another width, and only a window is seen."""
     ids = torch.tensor(ALL_LAYOUTS[layout])
     generator = torch.Generator().manual_seed(1)
-    shape = (len(ids), 3, ids.shape[1], channels)
-    given = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(4)]
+    sizes = [(4, channels), (kv_heads, channels), (kv_heads, of_value), (4, of_value)]
+    given = [
+        torch.randn(len(ids), heads, ids.shape[1], width, generator=generator, dtype=dtype)
+        for heads, width in sizes
+    ]
     documents = marked(ids)
     results = []
     for each in (documents, replace(documents, offsets=None)):
         q_BHSC, k_BHSC, v_BHSC = (x.clone().requires_grad_() for x in given[:3])
-        y_BHSC = attend_visible(q_BHSC, k_BHSC, v_BHSC, each)
+        y_BHSC = attend_visible(q_BHSC, k_BHSC, v_BHSC, each, window=window)
         results.append([y_BHSC, *torch.autograd.grad(y_BHSC, (q_BHSC, k_BHSC, v_BHSC), given[3])])
     assert ran == {"forward": 1, "backward": 1}
     for mine, other in zip(*results, strict=True):
@@ -362,16 +385,22 @@ def with_and_without(
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["dense", "moeut", "switchhead", "deepseek", "sut", "sut_no_act"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dense", "moeut", "switchhead", "deepseek", "sut", "sut_no_act"),
+        *("qwen3_moe_small", "deepseek_v3_small", "gpt_oss_small"),
+    ],
+)
 def test_a_model_learns_the_same(name: str, mode: Any, kernel: Kernel) -> None:
-    """MoMHA keeps the mask: its scores have a term of the distance."""
+    """MoMHA keeps the mask, because its scores have a term of the distance, and so do sinks."""
 
     def make() -> Transformer:
         model = make_uneven(tiny_model(name, dtype=torch.float64))
         set_options(model, recompute=mode)
         return model
 
-    depth = 0 if name.startswith("sut") else len(make().config.schedule)
+    depth = 0 if name.startswith(("sut", "gpt_oss")) else len(make().config.schedule)
     assert with_and_without(make, kernel) == ((1 + (mode != "none")) * depth, depth)
 
 
