@@ -494,7 +494,7 @@ def export(
     *,
     step: int | None = None,
     layout: Literal["hf", "safetensors"] = "hf",
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    dtype: Literal["fp32", "bf16"] | None = None,
     with_tokenizer: bool = True,
 ) -> str:
     """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
@@ -504,7 +504,8 @@ def export(
         folder: does not exist yet.
         step: the checkpoint's step; default: the newest.
         layout: "hf" for a folder that transformers loads; "safetensors" for the weights alone.
-        dtype: of weights that enter matrix products.
+        dtype: of weights that enter matrix products; None: that of the published folder that the
+            run began with, else fp32.
         with_tokenizer: False omits the tokenizer from "hf".
 
     Returns:

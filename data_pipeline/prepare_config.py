@@ -145,7 +145,7 @@ class PrepareConfig(RecordFields):
     end_of_document: str = Field(default="", examples=["<|endoftext|>"])
     """The special token of an existing tokenizer that ends a document; empty: its own end token."""
 
-    vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
+    vocab_size: int = Field(default=8000, ge=1, le=2**24)
     """Vocabulary size for BPE training; the most ids that an existing tokenizer may have."""
 
     batch_tokens: int = Field(default=128 * 1024, ge=1, le=2**24)
@@ -205,6 +205,11 @@ class PrepareConfig(RecordFields):
                 f"tokenizer='bytes' has {NUM_BYTE_IDS} ids (256 bytes and the end of a document), not "
                 f"vocab_size={self.vocab_size}: set vocab_size={NUM_BYTE_IDS} (prepare.vocab_size), or "
                 "prepare.tokenizer=bpe"
+            )
+        if self.tokenizer == "bpe" and self.vocab_size < NUM_BYTE_IDS:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} is too small for tokenizer='bpe', which has a token for "
+                f"each of the 256 bytes and the end of a document: set it to at least {NUM_BYTE_IDS}"
             )
         return self
 

@@ -1,6 +1,7 @@
-"""Imports published weights of MoEUT and its baselines as a run of moebius.
+"""Imports published weights as a run: folders of known families, and files of MoEUT and baselines.
 
-The authors' files (arXiv 2405.16039) use three families of names, recognized by their first key:
+A folder's config.json describes its model, and its family's tables translate names and layouts. The
+authors' files (arXiv 2405.16039) use three families of names, recognized by their first key:
 
     release          transformer.layers.<g>.attention.v, .ffn.keys …       the official release
     training code    unique_layers.<g>.self_attn.projections.v, .pkm.keys …  the paper's runs, baselines
@@ -15,6 +16,7 @@ tensors and containers and calls nothing.
 """
 
 import fnmatch
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,16 +33,24 @@ from ..distributed.checkpoint.atomic_directory import (
     write_checkpoint,
 )
 from ..distributed.checkpoint.format import step_name
+from ..distributed.checkpoint.pieces import require_safetensors
+from ..distributed.checkpoint.source import (
+    SOURCE,
+    SOURCE_FILES,
+    Source,
+    keep_small_files,
+)
 from ..distributed.parallelize import expert_names
 from ..model.config.attention_config import SwitchHeadConfig
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
+from ..train.config.resolve import StartSections, resolve
 from ..train.config.run_config import Config, ConfigError
+from ..train.recipes.smoke import RECIPES
 from ..train.state import TrainingProgress
-from .safetensors import require_safetensors
+from .families.table import open_family, shapes_of
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOST_NAMED = 8  # keys listed in an error
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")
 _PREFIXES = ("model.", "module.", "_orig_mod.")
@@ -116,10 +126,11 @@ class Imported:
     run_dir: Path
     num_tensors: int
     num_parameters: int
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    notes: str = ""  # lines
 
     def __str__(self) -> str:
-        left_out = f"\n  ignored: {', '.join(self.ignored)}" if self.ignored else ""
+        left_out = f"\n  ignored: {', '.join(self.ignored)}" if self.ignored else self.notes
         return (
             f"{self.run_dir}: {self.num_tensors} tensors, {self.num_parameters:,} parameters, as "
             f"the checkpoint of step 0{left_out}"
@@ -150,47 +161,92 @@ def import_published(
     with torch.device("meta"):
         model = Transformer(config.model)
     check_weights(weights, model, origin=str(file))
-    progress = TrainingProgress().as_dict()
-    meta = {
-        "progress": progress,
-        "data": None,  # no position, so training starts at the beginning of its data
-        "experts": {},
-        "config": config.model_dump(mode="json"),
-    }
-    state = _state(weights, model, stored_dtype(config.train.precision))
-    banks = expert_names(model)
-    with atomic_directory(
-        out, needed_bytes=3 * sum(4 * t.numel() for t in weights.values())
-    ) as new:
-        config.save(new / "config.json")
-        write_checkpoint(
-            new / "checkpoints" / step_name(0),
-            state,
-            step=0,
-            num_experts={
-                f"{prefix}.{name}": weights[name].shape[0]
-                for prefix in ("model", *(f"optimizer.{moment}" for moment in _MOMENTS))
-                for name in sorted(banks)
-            },
-            meta=meta,
-        )
+    dtype = stored_dtype(config.train.precision)
+    state = {name: partial(tensor.to, dtype) for name, tensor in weights.items()}
+    _write_run(out, config, {name: tensor.shape for name, tensor in weights.items()}, state)
     count = sum(parameter.numel() for parameter in model.parameters())
     return Imported(out, len(weights), count, ignored)
 
 
-def _state(
-    weights: Mapping[str, Tensor], model: Transformer, dtype: torch.dtype
-) -> dict[str, Callable[[], Tensor]]:
-    """Returns the tensors of a run's state at step 0, by name; AdamW's moments are zero."""
-    state: dict[str, Callable[[], Tensor]] = {
-        f"model.{name}": partial(weights[name].to, dtype) for name in weights
+def import_folder(
+    folder: Path,
+    out: Path,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    family: str | None = None,
+) -> Imported:
+    """Writes a run folder `out` whose checkpoint of step 0 has the weights of a family's folder.
+
+    Reads one tensor at a time.
+
+    Args:
+        folder: config.json and safetensors.
+        out: appears whole or not at all; `source` in it holds the folder's other files.
+        name: a recipe or a TOML file, for everything but the model; None: own_text.
+        overrides: `section.key=value`; those of the model may change no parameter.
+        family: `module:name` of one's own; by default config.json names a known one.
+
+    Raises:
+        ValueError: the folder is damaged, incomplete, or of no known family; the configuration
+            does not fit it; or `out` exists.
+    """
+    refuse_existing(out)
+    plan = open_family(folder, family)
+    model, name = plan.model, name or "own_text"
+    tokenizer = {"tokenizer": str(out.absolute() / SOURCE_FILES), "end_of_document": ""}
+    sections = StartSections(
+        model.model_dump(mode="json"), tokenizer | {"vocab_size": model.vocab_size}
+    )
+    config = resolve(name, overrides, RECIPES, start=sections)
+    shapes, dtype = shapes_of(model), stored_dtype(config.train.precision)
+    if shapes_of(config.model) != shapes:
+        raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
+    source = Source(
+        kind="folder",
+        given=str(folder.absolute()),
+        path=str(plan.folder.path.absolute()),
+        family=plan.family,
+        digest=plan.folder.digest,
+        zeros=plan.zeros,
+        ignored=plan.ignored,
+        dequantised=plan.dequantised,
+    )
+    state = {each: partial(plan.tensor, each, dtype) for each in shapes}
+    _write_run(out, config, shapes, state, source)
+    count = sum(map(math.prod, shapes.values()))
+    return Imported(out, len(shapes), count, notes=str(plan))
+
+
+def _write_run(
+    out: Path,
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, Callable[[], Tensor]],
+    source: Source | None = None,
+) -> None:
+    """Writes a run at step 0, one tensor at a time; the optimizer has no state before a step."""
+    with torch.device("meta"):
+        banks = expert_names(Transformer(config.model))
+    meta = {
+        "progress": TrainingProgress().as_dict(),
+        "data": None,  # no position, so training starts at the beginning of its data
+        "experts": {},
+        "config": config.model_dump(mode="json"),
     }
-    for name, parameter in model.named_parameters():
-        for moment in _MOMENTS:
-            state[f"optimizer.{moment}.{name}"] = partial(
-                torch.zeros, tuple(parameter.shape), dtype=dtype
-            )
-    return state
+    size = stored_dtype(config.train.precision).itemsize
+    with atomic_directory(out, needed_bytes=size * sum(map(math.prod, shapes.values()))) as new:
+        config.save(new / "config.json")
+        if source is not None:
+            (new / SOURCE).write_text(source.as_text(), encoding="utf-8")
+            keep_small_files(source, new)
+        write_checkpoint(
+            new / "checkpoints" / step_name(0),
+            {f"model.{name}": make for name, make in state.items()},
+            step=0,
+            num_experts={f"model.{name}": shapes[name][0] for name in sorted(banks)},
+            meta=meta,
+        )
 
 
 # Reading -------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ Cost: three passes over the bytes; memory for one output file and the largest te
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..data_pipeline.files import sync
 from ..distributed.checkpoint.format import CheckpointError, StartProgress, StoredCheckpoint
 from ..distributed.checkpoint.loading import dtype_named, read_tensor
-from ..distributed.checkpoint.pieces import INDEX_FILE, require_safetensors
+from ..distributed.checkpoint.pieces import INDEX_FILE, ONE_FILE, Piece, cut, require_safetensors
 from ..distributed.checkpoint.writing import write_synced
 from ..model.execution.precision import enters_a_product
 from ..model.transformer import Transformer
@@ -41,53 +42,50 @@ _NAMES_OF_EXPERTS = {  # a bank's attribute -> key after the expert's number
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """Describes one exported key: a tensor of the model, or one expert, transposed."""
+    """Describes one exported key: what its pieces cut out of a tensor of the model."""
 
-    key: str
-    name: str  # in the model
-    shape: tuple[int, ...]  # as exported
+    pieces: tuple[Piece, ...]  # several if they interleave
     dtype: torch.dtype
-    expert: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Returns its name in the file."""
+        return self.pieces[0].key
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the model's tensor."""
+        return self.pieces[0].name
 
     @property
     def num_bytes(self) -> int:
         """Returns the size of its values."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.pieces[0].shape) * self.dtype.itemsize
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Returns a copy of this part of the model's whole tensor, as exported."""
-        part = tensor if self.expert is None else tensor[self.expert]
-        turned = part.T if self.expert is not None and part.dim() == 2 else part
-        return turned.clone(memory_format=torch.contiguous_format).to(self.dtype)
+        whole = torch.empty(self.pieces[0].shape, dtype=self.dtype)
+        for piece in self.pieces:
+            whole[..., piece.phase :: piece.step].copy_(cut(tensor, piece))
+        return whole
 
 
 Plan = Mapping[str, list[ExportedTensor]]
 """The tensors of every file, by its name."""
 
 
-def plan_files(
-    stored: StoredCheckpoint, config: Config, dtype: Precision, max_file_bytes: int
-) -> Plan:
-    """Assigns the model's tensors to files, in the order of their names, up to `max_file_bytes` each.
-
-    Raises:
-        ConfigError: the run stores everything in bfloat16.
-    """
-    if config.train.precision == "bfloat16_only":
-        raise ConfigError(
-            'train.precision="bfloat16_only" cannot be exported, because exports keep norms, routers '
-            "and embeddings in float32; use the run's checkpoints (`moebius eval`, `generate`)"
-        )
+def plan_files(tensors: Iterable[ExportedTensor], max_file_bytes: int) -> Plan:
+    """Assigns tensors to files, in their order, up to `max_file_bytes` each."""
     files: list[list[ExportedTensor]] = [[]]
     filled = 0
-    for piece in _pieces(stored, config, dtype):
-        if files[-1] and filled + piece.num_bytes > max_file_bytes:
+    for tensor in tensors:
+        if files[-1] and filled + tensor.num_bytes > max_file_bytes:
             files.append([])
             filled = 0
-        files[-1].append(piece)
-        filled += piece.num_bytes
+        files[-1].append(tensor)
+        filled += tensor.num_bytes
     if len(files) == 1:
-        return {"model.safetensors": files[0]}
+        return {ONE_FILE: files[0]}
     return {
         f"model-{n:05}-of-{len(files):05}.safetensors": pieces
         for n, pieces in enumerate(files, start=1)
@@ -100,9 +98,16 @@ def num_bytes_of(plan: Plan) -> int:
 
 
 def write_weights(
-    stored: StoredCheckpoint, plan: Plan, folder: Path, start_progress: StartProgress
+    stored: StoredCheckpoint,
+    plan: Plan,
+    folder: Path,
+    start_progress: StartProgress,
+    *,
+    is_published: bool = False,
 ) -> None:
     """Writes the planned files and their index into a folder, and reads every file back.
+
+    As published, a single file has no index.
 
     Raises:
         CheckpointError: the disk is full, or a file reads back differently.
@@ -113,13 +118,27 @@ def write_weights(
         _save(tensors, folder / file)
         _compare(tensors, folder / file)
         on_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+        tensors.clear()  # before the next file is filled
+    if is_published and len(plan) == 1:
+        return
     weight_map = {piece.key: file for file, pieces in plan.items() for piece in pieces}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_synced(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _pieces(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Iterator[ExportedTensor]:
-    """Yields the exported tensors of the model's, in the order of their names."""
+def own_tensors(
+    stored: StoredCheckpoint, config: Config, dtype: Precision
+) -> Iterator[ExportedTensor]:
+    """Yields the model's tensors under moebius' names, with one key per expert, in their order.
+
+    Raises:
+        ConfigError: the run stores everything in bfloat16.
+    """
+    if config.train.precision == "bfloat16_only":
+        raise ConfigError(
+            'train.precision="bfloat16_only" cannot be exported, because exports keep norms, routers '
+            "and embeddings in float32; use the run's checkpoints (`moebius eval`, `generate`)"
+        )
     with torch.device("meta"):
         model = Transformer(config.model)
     cast = {name for name, _ in model.named_parameters() if enters_a_product(name)}
@@ -128,15 +147,17 @@ def _pieces(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Itera
         if name == key:  # the optimizer's
             continue
         own = DTYPES[dtype] if name in cast else dtype_named(tensor.dtype)
+        start, axes = (0,) * len(tensor.shape), tuple(range(len(tensor.shape)))
         if key not in stored.meta.num_experts:
-            is_bare = name in ("embedding", "position_embedding")
-            yield ExportedTensor(f"{name}.weight" if is_bare else name, name, tensor.shape, own)
+            exported = f"{name}.weight" if name in ("embedding", "position_embedding") else name
+            yield ExportedTensor((Piece(exported, name, start, tensor.shape, axes),), own)
             continue
         bank, _, attribute = name.rpartition(".experts.")
-        shape = tuple(reversed(tensor.shape[1:]))
+        sizes, turned = (1, *tensor.shape[1:]), axes[:0:-1]
         for expert in range(tensor.shape[0]):
             exported = f"{bank}.experts.{expert}.{_NAMES_OF_EXPERTS[attribute]}"
-            yield ExportedTensor(exported, name, shape, own, expert)
+            piece = Piece(exported, name, (expert, *start[1:]), sizes, turned)
+            yield ExportedTensor((piece,), own)
 
 
 def _cut(stored: StoredCheckpoint, plan: Plan) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -145,6 +166,7 @@ def _cut(stored: StoredCheckpoint, plan: Plan) -> Iterator[tuple[str, dict[str, 
         tensors = {}
         for piece in pieces:
             if piece.name != name:
+                del tensor  # before the next one is read
                 name, tensor = piece.name, read_tensor(stored, f"model.{piece.name}")
             tensors[piece.key] = piece.cut(tensor)
         yield file, tensors

@@ -271,8 +271,8 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     if updates := found.meta.meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
-    tensors, shards = state_tensors(run.model, run.optimizer)
-    meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
+    exact = {"check_bytes": False, "allow_unexpected": not updates}  # old imports have zero moments
+    meta = load(found.path, *state_tensors(run.model, run.optimizer), mesh=run.mesh, **exact)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:

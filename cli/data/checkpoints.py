@@ -97,15 +97,15 @@ def _add_export(actions: Commands) -> None:
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
-        default="fp32",
-        help="dtype of weights that enter matrix products; the others are fp32",
+        help="dtype of weights that enter matrix products; by default that of the published folder "
+        "that the run began with, else fp32",
     )
     parser.add_argument(
         "--format",
         choices=["hf", "safetensors"],
         default="hf",
-        help="hf: weights, code, tokenizer and model card, for AutoModelForCausalLM; safetensors: "
-        "weights and configuration, of any model",
+        help="hf: a folder for AutoModelForCausalLM, in the format of the model's family if it has "
+        "one; safetensors: weights and configuration, of any model",
     )
     parser.add_argument(
         "--no-tokenizer",
@@ -137,34 +137,59 @@ def _add_import(actions: Commands) -> None:
         actions,
         "import",
         _import,
-        "turn published MoEUT weights into a run that you can evaluate, sample from or train",
+        "turn published weights into a run that you can evaluate, sample from or train",
         examples=[
+            "ckpt import OLMoE-1B-7B-0924 --run-dir runs/olmoe",
             "ckpt import moeut_244m.pth moeut_244m --out runs/published prepare.tokenizer=c4.model",
         ],
-        notes="A .pth file is read with weights_only=True, so no code in it runs.",
+        notes="A folder's config.json describes its model; a file of MoEUT needs its recipe. A .pth "
+        "file is read with weights_only=True, so no code in it runs.",
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="a file saved by torch.save, or .safetensors"
+        "file",
+        type=Path,
+        metavar="FOLDER|FILE",
+        help="a folder with config.json and safetensors, or a file of MoEUT",
     )
     parser.add_argument(
         "name",
+        nargs="?",
         metavar="RECIPE|FILE.toml",
-        help="the model's recipe; `moebius models` lists the recipes",
+        help="of a file: the model's recipe; of a folder: the recipe of everything else",
     )
     add_overrides(parser)
-    _add_out_argument(parser)
+    parser.add_argument(
+        "--run-dir",
+        "--out",
+        dest="out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the run folder, which does not exist yet",
+    )
+    parser.add_argument("--family", metavar="MODULE:NAME", help="of a folder: a family of your own")
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="ignore keys that match this pattern (* and ?); can be repeated",
+        help="of a file: ignore keys that match this pattern (* and ?); can be repeated",
     )
 
 
 def _import(options: argparse.Namespace) -> int:
-    from ...export.published import import_published
+    from ...export.published import import_folder, import_published
 
-    config = resolve_config(options.name, options.overrides)
+    name, overrides = options.name, options.overrides
+    if options.file.is_dir():
+        if name and "=" in name:
+            name, overrides = None, [name, *overrides]
+        print(import_folder(options.file, options.out, name, overrides, family=options.family))
+        return 0
+    if name is None:
+        raise ValueError(
+            f"{options.file}: name the recipe of its model; `moebius models` lists them"
+        )
+    config = resolve_config(name, overrides)
     print(import_published(options.file, options.out, config, ignore=options.ignore))
     return 0

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from .format import CheckpointError, blake2b
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+DTYPES_FILE = ".moebius_dtypes.json"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,12 +40,12 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _MOST_HEADER_BYTES = 10**8  # safetensors' own limit
@@ -81,16 +83,12 @@ class Piece:
 
         The last one covers the entries between the block's own if `step` is above 1.
         """
-        spans = [
-            slice(0, 1)
-            if axis < 0
-            else slice(
-                offsets[axis] - self.start[axis], offsets[axis] - self.start[axis] + sizes[axis]
-            )
-            for axis in self.axes
-        ]
-        last = spans[-1]
-        return [*spans[:-1], slice(last.start * self.step, last.stop * self.step)]
+        spans = []
+        for axis in self.axes:
+            first = 0 if axis < 0 else offsets[axis] - self.start[axis]
+            spans.append(slice(first, first + (1 if axis < 0 else sizes[axis])))
+        last = spans.pop()
+        return [*spans, slice(last.start * self.step, last.stop * self.step)]
 
     def ours(self, block: Tensor) -> Tensor:
         """Returns a published block that `spans` describes as a view in our order of dims."""
@@ -177,8 +175,6 @@ class PublishedFolder:
         self._open: tuple[str, Any] = ("", None)
         self._mapped = 0
 
-    # Opening ---------------------------------------------------------------------------------
-
     def _json(self, name: str) -> tuple[dict[str, Any], bytes]:
         try:
             data = self.file(name).read_bytes()
@@ -217,25 +213,21 @@ class PublishedFolder:
             )
         index, data = self._json(INDEX_FILE)
         weight_map = index.get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-        if not all(isinstance(name, str) for name in names):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
             raise CheckpointError(
                 f"{self.path / INDEX_FILE}: its weight_map gives no file per tensor"
             )
-        return sorted(set(names)), weight_map, data
+        return sorted(set(weight_map.values())), weight_map, data
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
-        for key, file in weight_map.items():
-            found = self.stored.get(key)
-            if found is None or found.file != file:
-                where = "no file has it" if found is None else f"{found.file} has it"
+        for key in weight_map.keys() | self.stored.keys():
+            said = weight_map.get(key, "no file")
+            found = self.stored[key].file if key in self.stored else "no file"
+            if said != found:
                 raise CheckpointError(
-                    f"{self.path / INDEX_FILE}: says that {file} has {_short(key)}, and {where}"
-                )
-        for key, found in self.stored.items():
-            if key not in weight_map:
-                raise CheckpointError(
-                    f"{self.path / found.file}: has {_short(key)}, which {INDEX_FILE} lacks"
+                    f"{self.path / INDEX_FILE}: says that {said} has {_short(key)}, and {found} has it"
                 )
 
     def _add(self, file: str) -> None:
@@ -259,8 +251,6 @@ class PublishedFolder:
         if end != num_bytes:
             raise CheckpointError(f"{path}: its tensors have {end:,} of its {num_bytes:,} bytes")
         self._bytes[file] = data
-
-    # Packed formats --------------------------------------------------------------------------
 
     def _unpacked(self) -> dict[str, StoredKey]:
         """Returns the tensors under the keys of their values."""
@@ -311,8 +301,6 @@ class PublishedFolder:
                 f"{self.path / scale.file}: {_short(key)}_scale_inv is {scale.dtype} of shape "
                 f"{list(scale.shape)}; {list(found.shape)} needs float32 of {wanted}"
             )
-
-    # Reading ---------------------------------------------------------------------------------
 
     def check(self, pieces: Sequence[Piece]) -> None:
         """Checks that the folder has the tensors of all pieces, with their shapes and dtypes.
@@ -406,10 +394,21 @@ class PublishedFolder:
         return small
 
     def copy_small_files(self, out: Path) -> None:
-        """Copies `small_files` byte by byte into the new folder `out`."""
+        """Copies `small_files` byte by byte into the new folder `out`, with a record of dtypes.
+
+        DTYPES_FILE holds the dtype of most tensors and those of the others, for a later export.
+        """
         out.mkdir()
         for name in self.small_files():
             shutil.copyfile(self.file(name), out / name)
+        names = {
+            key: "bfloat16" if found.packed else str(found.dtype).removeprefix("torch.")
+            for key, found in self.keys.items()
+        }
+        most = Counter(names.values()).most_common(1)[0][0] if names else "float32"
+        others = {key: name for key, name in names.items() if name != most}
+        text = json.dumps({"most": most, "others": others}, indent=1)
+        (out / DTYPES_FILE).write_text(text, encoding="utf-8")
 
 
 def _values_of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -471,7 +470,7 @@ def _parsed(data: bytes, where: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
-            twice = next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{where}: has {_short(twice)} twice")
         return values
 

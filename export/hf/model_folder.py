@@ -40,11 +40,13 @@ from ..safetensors import (
     DTYPES,
     Precision,
     num_bytes_of,
+    own_tensors,
     plan_files,
     require_safetensors,
     write_weights,
 )
 from .card import make_card
+from .family_folder import family_config, family_tensors, origin_of, original_files
 from .tokenizer import tokenizer_files
 
 _SAMPLE_ROWS = 64
@@ -100,7 +102,7 @@ def export(
     out: Path,
     *,
     layout: Layout = "hf",
-    dtype: Precision = "fp32",
+    dtype: Precision | None = None,
     max_file_bytes: int = 5 * 10**9,
     with_tokenizer: bool = True,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
@@ -113,6 +115,8 @@ def export(
 
     Args:
         source: the checkpoint; its run folder provides the card's figures.
+        dtype: of weights that enter matrix products; none: that of the published folder that the
+            run began with, or float32.
         with_tokenizer: False omits a tokenizer that transformers cannot represent.
 
     Raises:
@@ -125,28 +129,40 @@ def export(
     refuse_existing(out)
     stored = open_checkpoint(source)
     config = config_of(stored)
-    tokenizer, words, texts = None, "no tokenizer, as requested", {}
+    run_dir = stored.path.absolute().parent.parent
+    origin = origin_of(run_dir, config.model) if layout == "hf" else None
+    tokenizer, words, files = None, "no tokenizer, as requested", dict[str, bytes]()
     if layout == "safetensors":
         words = "no code and no tokenizer: other programs read the weights by their keys"
+    elif origin is not None and origin.files:
+        files = original_files(origin)
+        words = f"{len(files)} files of the published folder that the run began with"
     else:
-        check_promises(config.model)
+        if origin is None:
+            check_promises(config.model)
         if with_tokenizer:
             tokenizer, words = _tokenizer_of(config, stored)
+    texts = {}
     if tokenizer is not None:
         texts = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
-    plan = plan_files(stored, config, dtype, max_file_bytes)
+    own = own_tensors(stored, config, dtype or "fp32")
+    tensors = own if origin is None else family_tensors(stored, origin, dtype)
+    plan = plan_files(tensors, max_file_bytes)
     # last, because it can take an hour
     size = sum(file.num_bytes for file in stored.manifest.files.values())
     stored = open_verified(source, start_progress("checking the checkpoint", size))
     if layout == "safetensors":
         values = {"step": stored.meta.step, "model": config.model.model_dump(mode="json")}
         texts["config.json"] = json.dumps(values, indent=2) + "\n"
+    elif origin is not None:
+        end = None if tokenizer is None else tokenizer.end_of_document_id
+        texts["config.json"] = family_config(origin, dtype, config.data.seq_len, end)
     else:
-        texts |= _model_files(stored, config, dtype, tokenizer)
+        texts |= _model_files(stored, config, dtype or "fp32", tokenizer)
         texts["README.md"] = make_card(stored, config, words)
     with atomic_directory(out, needed_bytes=num_bytes_of(plan)) as folder:
-        write_weights(stored, plan, folder, start_progress)
-        for name, text in texts.items():
+        write_weights(stored, plan, folder, start_progress, is_published=origin is not None)
+        for name, text in {**files, **texts}.items():
             write_synced(folder / name, text)
     num_keys = sum(map(len, plan.values()))
     return Exported(stored.meta.step, list(plan), num_keys, num_bytes_of(plan), words)

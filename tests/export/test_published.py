@@ -6,6 +6,7 @@ Files that hold no weights or do not fit are refused.
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from family import tiny_config
 from golden import Golden, load_golden
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trained import assembled
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.checkpoint.format import open_verified
+from moebius.distributed.checkpoint.atomic_directory import write_checkpoint
+from moebius.distributed.checkpoint.format import open_verified, read_meta
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
 from moebius.export.hf.model_folder import export
@@ -27,6 +30,7 @@ from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.optim import make_optimizer
+from moebius.train.run import resume
 from moebius.train.state import allocate_moments, model_tensors, state_tensors
 
 VOCABULARY = 257
@@ -52,7 +56,7 @@ def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> Non
     golden = load_golden(name)
     torch.save({"model": published(golden), "iteration": 100_000}, tmp_path / "model.pth")
     # fewer tokens than any of our tokenizers has
-    prepare = PrepareConfig().model_copy(update={"vocab_size": golden.config.vocab_size})
+    prepare = PrepareConfig(tokenizer="words.json", vocab_size=golden.config.vocab_size)
     config = Config(model=golden.config, prepare=prepare)
     imported = import_published(tmp_path / "model.pth", tmp_path / "out", config)
     assert imported.num_parameters == sum(w.numel() for w in published(golden).values())
@@ -111,14 +115,9 @@ def test_an_imported_run_is_trained_exported_and_written_with(
     import_published(file, tmp_path / "out", config)
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optim, model.named_parameters())
-    allocate_moments(model, optimizer, 0)
-    for state in optimizer.state.values():
-        state["exp_avg"].fill_(7)
     meta = load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
     assert meta["progress"] == {"step": 0, "updates": 0, "samples": 0, "tokens": 0}
     assert meta["data"] is None
-    for state in optimizer.state.values():
-        assert not state["exp_avg"].any()
     export(step_0(tmp_path / "out"), tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert torch.equal(exported["head.weight"], model.head.weight)
@@ -155,9 +154,28 @@ def test_a_run_that_stores_bfloat16_gets_bfloat16(
     import_published(file, tmp_path / "out", config.model_copy(update={"train": low}))
     model = Transformer(config.model)
     store_in(model, torch.bfloat16)
+    load(step_0(tmp_path / "out"), *model_tensors(model))
+
+
+def test_an_import_of_an_older_version_with_zero_moments_resumes(
+    release: tuple[Path, Config], tmp_path: Path
+) -> None:
+    file, config = release
+    import_published(file, tmp_path / "new", config)
+    model = Transformer(config.model)
     optimizer = make_optimizer(config.optim, model.named_parameters())
+    load(step_0(tmp_path / "new"), *model_tensors(model))
     allocate_moments(model, optimizer, 0)
-    load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
+    tensors, _ = state_tensors(model, optimizer)
+    (tmp_path / "old").mkdir()
+    config.save(tmp_path / "old" / "config.json")
+    old = {name: partial(torch.clone, tensor.detach()) for name, tensor in tensors.items()}
+    meta = read_meta(step_0(tmp_path / "new")).meta
+    write_checkpoint(step_0(tmp_path / "old"), old, step=0, num_experts={}, meta=meta)
+    for folder in ("old", "new"):
+        with assembled(config, tmp_path / folder) as run:
+            assert resume(run) is not None
+            assert run.progress.step == 0
 
 
 class Malicious:

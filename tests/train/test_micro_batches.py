@@ -173,6 +173,19 @@ def test_drawn_numbers_are_the_same_on_every_layout(data: Path, tmp_path: Path) 
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
+def test_a_balance_pooled_over_layers_weighs_the_same_on_every_layout(
+    data: Path, tmp_path: Path
+) -> None:
+    """In transformers its weight grows with the number of micro-batches, and with the ranks."""
+    router = {"kind": "token_choice", "top_k": 2, "renormalise": True, "balance": 0.1}
+    router |= {"balance_pool": True, "balance_scope": "sequence"}
+    model = MODEL.changed({"feed_forward.router": router, "attention.balance": 0.0})
+    found = on_layouts([*LAYOUTS, (1, 1, {}), (2, 1, {})], data, tmp_path, None, model=model)
+    values = [each["regularisation"] for each in found]
+    assert min(values) > 0.1
+    assert values == pytest.approx([values[0]] * len(values), rel=1e-6)
+
+
 def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_path: Path) -> None:
     """Covers attention, positions, balancing and padding, also with EP and sharded weights."""
     mask, config = uneven_mask(), config_of(data, micro_batch=SEQUENCES, documents=True)

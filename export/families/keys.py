@@ -1,0 +1,362 @@
+"""Translates keys of a published config.json to those of the model's configuration, and back.
+
+A `Part` translates some keys both ways; most parts are a `Key`. A key that a file lacks has the
+default of transformers' class. A key that no part knows is refused by name, because a model that
+ignores it computes something else. Both dialects are read: the hub's (rope_theta, rope_scaling) and
+that of transformers 5 (rope_parameters).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...model.config.model_config import ModelConfig
+from ...train.config.run_config import ConfigError
+
+_MOST = 10**7  # of any size or count in config.json
+_SHOWN = 200  # characters of a foreign value in a message
+_TYPES = ("full_attention", "sliding_attention")
+_HARMLESS = frozenset(  # keys of config.json that change no computation
+    (
+        *(
+            "architectures",
+            "auto_map",
+            "model_type",
+            "transformers_version",
+            "torch_dtype",
+            "dtype",
+        ),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache"),
+        *("output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
+        *("id2label", "label2id", "is_encoder_decoder", "problem_type", "pretraining_tp"),
+        *("chunk_size_feed_forward", "ep_size", "seq_aux", "max_window_layers", "tokenizer_class"),
+        *("num_nextn_predict_layers", "num_mtp_layers", "quantization_config", "qk_head_dim"),
+        *("initial_context_length", "num_key_value_heads", "head_dim", "attn_implementation"),
+        *("experts_implementation", "unsloth_version", "unsloth_fixed"),
+    )
+)
+
+
+class UnfitError(ConfigError):
+    """Raised if a model or a config.json is not of a family, or asks for what is not computed."""
+
+
+@dataclass
+class Reader:
+    """Reads config.json key by key, and notes which keys were read and which had a default."""
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # of transformers' class; a function computes one from other keys
+    known: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, name: str, kind: type, also: Sequence[str] = (), *, null: bool = False) -> Any:
+        """Returns the value of a key, which may have other names, or its default.
+
+        Null asks for the default, or is a value of its own.
+
+        Raises:
+            UnfitError: it is missing and has no default, two names differ, or it is of another kind.
+        """
+        self.known.update((name, *also))
+        given = {key: self.values[key] for key in (name, *also) if key in self.values}
+        if not null:
+            given = {key: value for key, value in given.items() if value is not None}
+        if given:
+            first = next(iter(given))
+            if any(value != given[first] for value in given.values()):
+                raise UnfitError(f"{_listed(given)} name the same thing and differ")
+            return _of_kind(first, given[first], kind)
+        if name not in self.defaults:
+            raise UnfitError(f"lacks {name}, which has no default")
+        value = self.defaults[name]
+        if callable(value):
+            return value(self)
+        self.notes.append(f"{name} is missing: {value!r}, the default of transformers' class")
+        return value
+
+    def refuse_unknown(self) -> None:
+        """Refuses keys that were not read and could change the computation."""
+        known = self.known | _HARMLESS
+        unknown = {
+            key: value
+            for key, value in self.values.items()
+            if key not in known and not key.startswith("_") and _means(value)
+        }
+        if unknown:
+            raise UnfitError(
+                f"{_listed(unknown)}: moebius does not know what this changes in the model; if it "
+                "changes nothing, remove it from a copy of config.json"
+            )
+
+
+def _means(value: Any) -> bool:
+    return not (value is None or value is False or value in ("", [], {}))
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key[:_SHOWN]}={value!r:.{_SHOWN}}" for key, value in values.items())
+
+
+def _of_kind(name: str, value: Any, kind: type) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if kind is float and math.isfinite(value):
+            return float(value)
+        if kind is int and value in range(_MOST + 1):
+            return int(value)
+    elif value is None or (kind not in (int, float) and isinstance(value, kind)):
+        return value
+    wanted = {int: f"a whole number up to {_MOST:,}", float: "a finite number"}
+    raise UnfitError(f"{name}={value!r:.{_SHOWN}} must be {wanted.get(kind, f'a {kind.__name__}')}")
+
+
+class Dotted:
+    """Reads a model's configuration by dotted keys, each value in one of its spellings."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.values = plain = model.model_dump()
+        attention, forward = plain["attention"], plain["feed_forward"]
+        plain["norm_eps"] = plain["norm_eps"] or 1e-6  # of model/layers.py
+        factors = {"True": model.d_model**0.5, "False": 1.0}
+        plain["scale_embedding"] = factors.get(str(model.scale_embedding), model.scale_embedding)
+        if attention.get("num_kv_heads", 0) is None:
+            attention["num_kv_heads"] = attention["num_heads"]
+        if attention.get("scale", 0) is None:
+            attention["scale"] = (attention["d_head"] + attention.get("d_rotary", 0)) ** -0.5
+        if attention.get("window") is None:
+            attention["window_layers"] = ()
+        elif attention["window_layers"] == "all":
+            attention["window_layers"] = tuple(range(model.layers_per_group))
+        if model.attention.rotary_channels:
+            attention["positions"]["width"] = model.attention.rotary_channels
+        forward["sparse_layers"] = model.sparse_members
+        shared = forward.get("num_shared_experts")
+        forward["d_shared_expert"] = shared and (forward["d_shared_expert"] or forward["d_expert"])
+
+    def __getitem__(self, path: str) -> Any:
+        found: Any = self.values
+        for name in path.split("."):
+            if not isinstance(found, dict) or name not in found:
+                raise UnfitError(f"the model has no {path}")
+            found = found[name]
+        return found
+
+
+class Own(NamedTuple):
+    """A part of one family, as two functions."""
+
+    read: Callable[[Reader], dict[str, Any]]
+    write: Callable[[Dotted], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Maps one key of config.json to one or several of the model."""
+
+    name: str
+    ours: str | tuple[str, ...]  # dotted
+    kind: type = int
+    choices: Mapping[Any, Any] | None = None  # the model's value for each published one
+    also: tuple[str, ...] = ()  # other names, which are read and not written
+    null: bool = False  # whether null is a value
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """Returns the value under every key of ours."""
+        value = reader.take(self.name, self.kind, self.also, null=self.null)
+        if self.choices is not None and value not in self.choices:
+            known = ", ".join(map(repr, self.choices))
+            raise UnfitError(f"{self.name}={value!r:.{_SHOWN}} is none of {known}")
+        value = value if self.choices is None else self.choices[value]
+        return dict.fromkeys((self.ours,) if isinstance(self.ours, str) else self.ours, value)
+
+    def write(self, model: Dotted) -> dict[str, Any]:
+        """Returns the published value, by the first key of ours."""
+        value = model[self.ours if isinstance(self.ours, str) else self.ours[0]]
+        if self.choices is None:
+            return {self.name: value}
+        for theirs, ours in self.choices.items():
+            if ours == value:
+                return {self.name: theirs}
+        raise UnfitError(f"{self.ours}={value!r} has no {self.name}")
+
+
+@dataclass(frozen=True)
+class Only:
+    """Accepts one value of a key, the default of transformers' class; no other is computed here."""
+
+    name: str
+    value: Any
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """Refuses another value."""
+        reader.known.add(self.name)
+        found = reader.values.get(self.name, self.value)
+        if found != self.value and (_means(found) or _means(self.value)):
+            raise UnfitError(
+                f"{self.name}={found!r:.{_SHOWN}} is not computed here, only {self.value!r} is: use a "
+                "model that was trained with it"
+            )
+        return {}
+
+    def write(self, model: Dotted) -> dict[str, Any]:
+        """Returns the one value."""
+        return {self.name: self.value}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Maps sliding_window and the layers that have it, by layer_types or by their number."""
+
+    step: int = 2  # without a list every so many layers have it, from the first
+    switch: bool = False  # use_sliding_window turns it on; below max_window_layers if listed
+    listed: bool = True  # layer_types is written
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """Returns the window and its layers."""
+        reader.known.update(("layer_types", "sliding_window"))
+        count = last = reader.take("num_hidden_layers", int)
+        is_used = reader.take("use_sliding_window", bool) if self.switch else True
+        if is_used and self.switch and self.listed:
+            last = reader.take("max_window_layers", int)
+        usual = [_TYPES[is_used and n < last and n % self.step == 0] for n in range(count)]
+        types = reader.values.get("layer_types") or usual
+        if (
+            not isinstance(types, list)
+            or len(types) != count
+            or any(t not in _TYPES for t in types)
+        ):
+            names = " or ".join(_TYPES)
+            raise UnfitError(f"layer_types={types!r:.{_SHOWN}} must name {count} layers {names}")
+        layers = tuple(n for n in range(count) if types[n] == _TYPES[True])
+        window = reader.take("sliding_window", int, null=True) if is_used else None
+        if not layers or (window is None and "layer_types" not in reader.values):
+            return {}
+        if not window:
+            raise UnfitError(f"layers {list(layers)} have a sliding window, and it has no width")
+        return {"attention.window": window, "attention.window_layers": layers}
+
+    def write(self, model: Dotted) -> dict[str, Any]:
+        """Returns the window with its layers."""
+        window, layers = model["attention.window"], model["attention.window_layers"]
+        count = model["num_layers"]
+        if layers and not self.listed and len(layers) < count:
+            raise UnfitError("some layers have a window, and others have none")
+        found: dict[str, Any] = {"sliding_window": window}
+        if self.listed:
+            found["layer_types"] = [_TYPES[n in layers] for n in range(count)]
+        if self.switch:
+            found |= {"use_sliding_window": window is not None, "max_window_layers": count}
+        return found
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Maps rotary positions: rope_theta and rope_scaling, or rope_parameters, with YaRN."""
+
+    theta: float = 10000.0
+    share: float = 1.0  # of a head's channels that rotate, without partial_rotary_factor
+    scaling: Mapping[str, Any] | None = None  # of transformers' class
+    latent: bool = False  # multi-head latent attention, whose width is fixed and scale has m²
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """Returns width, base, YaRN and the factors that follow from it."""
+        rope = self._parameters(reader)
+        kind, base = rope.take("rope_type", str, ("type",)), rope.take("rope_theta", float)
+        found = {"positions.kind": "rotary", "positions.base": base}
+        share = rope.take("partial_rotary_factor", float)
+        if share != self.share == 1:
+            raise UnfitError(f"partial_rotary_factor={share} is not computed here, only 1 is")
+        if not self.latent:
+            found["positions.width"] = int(reader.take("head_dim", int) * share)
+        if kind == "yarn":
+            found |= self._yarn(rope, reader)
+        elif kind != "default":
+            raise UnfitError(
+                f"rope_type={kind!r:.{_SHOWN}}: only default and yarn are computed here"
+            )
+        rope.refuse_unknown()
+        reader.notes += [note for note in rope.notes if note.startswith("rope_theta")]
+        return {f"attention.{key}": value for key, value in found.items()}
+
+    def _parameters(self, reader: Reader) -> Reader:
+        """Returns a reader of the parameters in either dialect."""
+        top = ("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters")
+        reader.known.update(top)
+        values: dict[str, Any] = {}
+        for name in top[2:]:
+            values |= _of_kind(name, reader.values.get(name), dict) or {}
+        values = values or dict(self.scaling or {})
+        for name in top[:2]:
+            value = reader.values.get(name)
+            if value is not None and values.setdefault(name, value) != value:
+                raise UnfitError(
+                    f"{name}={value!r:.{_SHOWN}} and {values[name]!r:.{_SHOWN}} differ"
+                )
+        defaults = dict(
+            rope_type="default", rope_theta=self.theta, partial_rotary_factor=self.share
+        )
+        defaults |= dict(beta_fast=32.0, beta_slow=1.0, truncate=True, factor=None)
+        defaults |= dict(mscale=0.0, mscale_all_dim=0.0, attention_factor=None)
+        longest = reader.values.get("max_position_embeddings")
+        return Reader(values, defaults | {"original_max_position_embeddings": longest})
+
+    def _yarn(self, rope: Reader, reader: Reader) -> dict[str, Any]:
+        original = rope.take("original_max_position_embeddings", int)
+        factor, amplitude = rope.take("factor", float), rope.take("attention_factor", float)
+        if not isinstance(original, int) or original < 1:
+            raise UnfitError("YaRN needs original_max_position_embeddings")
+        factor = factor or reader.take("max_position_embeddings", int) / original
+        mscale, all_dim = rope.take("mscale", float), rope.take("mscale_all_dim", float)
+        if amplitude is None:
+            both = mscale and all_dim
+            amplitude = _m(factor, mscale) / _m(factor, all_dim) if both else _m(factor)
+        yarn = {"factor": factor, "original_positions": original}
+        yarn |= {name: rope.take(name, float) for name in ("beta_fast", "beta_slow")}
+        yarn["truncate"] = rope.take("truncate", bool)
+        found = {"positions.yarn": yarn, "positions.amplitude": amplitude}
+        if self.latent and all_dim:
+            width = sum(reader.take(f"qk_{part}_head_dim", int) for part in ("nope", "rope"))
+            found["scale"] = width**-0.5 * _m(factor, all_dim) ** 2
+        return found
+
+    def write(self, model: Dotted) -> dict[str, Any]:
+        """Returns both dialects."""
+        base, yarn = model["attention.positions.base"], model["attention.positions.yarn"]
+        share = {} if self.share == 1 else {"partial_rotary_factor": self._share(model)}
+        scaling = None if yarn is None else {"rope_type": "yarn"} | self._scaling(model, yarn)
+        both = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": base} | share
+        return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": both} | share
+
+    def _share(self, model: Dotted) -> float:
+        return model["attention.positions.width"] / model["attention.d_head"]
+
+    def _scaling(self, model: Dotted, yarn: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: value for name, value in yarn.items() if name != "original_positions"}
+        found["original_max_position_embeddings"] = yarn["original_positions"]
+        usual = _m(yarn["factor"])
+        if self.latent:
+            width = model["attention.d_head"] + model["attention.d_rotary"]
+            all_dim = _solved(model["attention.scale"], width, yarn["factor"])
+            found |= {"mscale": all_dim, "mscale_all_dim": all_dim} if all_dim else {}
+            usual = 1.0 if all_dim else usual
+        amplitude = model["attention.positions.amplitude"]
+        return found if amplitude == usual else found | {"attention_factor": amplitude}
+
+
+Part = Own | Key | Only | Windows | Rotary
+
+
+def _m(factor: float, scale: float = 1.0) -> float:
+    """Returns YaRN's m: 0.1·scale·ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _solved(scale: float, width: int, factor: float) -> float:
+    """Returns the mscale_all_dim that gives a softmax scale exactly; of few digits if possible."""
+    ratio = scale * width**0.5
+    exact = (ratio**0.5 - 1) / (0.1 * math.log(factor)) if factor > 1 and ratio > 1 else 0.0
+    for digits in (3, 6, 9, 12, 15):
+        if width**-0.5 * _m(factor, round(exact, digits)) ** 2 == scale:
+            return round(exact, digits)
+    raise UnfitError(f"attention.scale={scale} does not follow from YaRN")

@@ -1,0 +1,226 @@
+"""The table of families, and what a folder of one of them means: a model and pieces of its tensors."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...distributed.checkpoint.pieces import CONFIG_FILE, Piece, PublishedFolder
+from ...distributed.local_shard import block_of
+from ...model.config.model_config import ModelConfig
+from ...model.transformer import Transformer
+from ...plugins import Registry, some_of
+from ...train.config.run_config import ConfigError
+from .deepseek import V2, V3
+from .ernie import ERNIE
+from .family import Family, Rule
+from .glm import GLM4
+from .gpt_oss import GPT_OSS
+from .granite import GRANITE, GRANITE_SHARED
+from .keys import UnfitError
+from .mixtral import MIXTRAL
+from .olmoe import OLMOE
+from .qwen import QWEN2, QWEN3
+
+FAMILIES = (*(MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3, GPT_OSS, GRANITE, GRANITE_SHARED, GLM4, ERNIE),)
+FAMILY = Registry(
+    "family",
+    "a family of models",
+    {model_type: family for family in FAMILIES for model_type in family.model_types},
+    "a Family",
+    fits=lambda found: isinstance(found, Family),
+)
+_INV_FREQ = re.compile(r"rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"^group\.(\d+)\.")
+_METHODS = ("mxfp4", "fp8")  # of quantization_config
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """Describes what a folder of a family becomes here, checked before anything is allocated."""
+
+    folder: PublishedFolder
+    family: str
+    model: ModelConfig
+    pieces: list[Piece]
+    ignored: tuple[str, ...]  # published tensors that are left out
+    zeros: tuple[str, ...]  # buffers of ours that the family lacks; they are zero
+    dequantised: tuple[str, ...]  # published tensors in a packed format
+    notes: tuple[str, ...]  # what was assumed, for the user
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Reads a whole tensor of the model."""
+        tensor = torch.zeros(shapes_of(self.model)[name], dtype=dtype)
+        for piece in self.by_name.get(name, ()):
+            block_of(tensor, piece.start, piece.sizes).copy_(
+                self.folder.read(piece, piece.start, piece.sizes)
+            )
+        return tensor
+
+    @cached_property
+    def by_name(self) -> Mapping[str, list[Piece]]:
+        """Returns the pieces of every tensor of the model."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.name, []).append(piece)
+        return found
+
+    def __str__(self) -> str:
+        """Says what was assumed, left out and unpacked."""
+        ignored = f"left out: {some_of(self.ignored)}" if self.ignored else ""
+        unpacked = f"dequantised: {some_of(self.dequantised)}" if self.dequantised else ""
+        weight = getattr(self.model.experts and self.model.experts.router, "balance", 0.0)
+        balance = f"balancing loss: {weight} per layer (balance_pool=true: as transformers)"
+        return "".join(f"\n  {line}" for line in (*self.notes, balance, ignored, unpacked) if line)
+
+
+def open_family(path: Path, family: str | None = None) -> FolderPlan:
+    """Opens a published folder and checks that it is whole, without reading weights.
+
+    Args:
+        path: a folder with config.json, or its file of weights.
+        family: `module:name` of one's own; by default config.json's model_type decides.
+
+    Raises:
+        ValueError: the folder is damaged, incomplete, of no known family, or asks for what moebius
+            does not compute.
+    """
+    folder = PublishedFolder(path)
+    name = family or str(folder.config.get("model_type"))
+    found: Family = FAMILY.get(name)
+    try:
+        check_quantisation(folder.config)
+        model, notes = found.read(folder.config)
+        if model.num_layers > len(folder.keys):
+            raise ConfigError(
+                f"num_hidden_layers={model.num_layers} with {len(folder.keys)} tensors"
+            )
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path / CONFIG_FILE}: {error}") from None
+    try:
+        pieces = pieces_of(found, model, folder.keys)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path}: {error}") from None
+    folder.check(pieces)
+    ignored = _left_out(folder, found, model, pieces)
+    zeros = tuple(name for name in shapes_of(model) if name.endswith(found.zeros))
+    packed = tuple(key for key, stored in folder.keys.items() if stored.packed)
+    return FolderPlan(folder, name, model, pieces, ignored, zeros, packed, tuple(notes))
+
+
+def family_of(model: ModelConfig, family: str | None = None) -> Family | None:
+    """Returns the family that a model is of, by its configuration; None: it is moebius' own.
+
+    Args:
+        family: the name that `open_family` found, which is tried first.
+    """
+    known = [FAMILY.get(family)] if family else []
+    return next((each for each in (*known, *FAMILIES) if each.fits(model)), None)
+
+
+@cache
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all parameters and stored buffers, by name."""
+    try:
+        with torch.device("meta"):
+            state = Transformer(model).state_dict()
+    except RuntimeError as error:
+        raise ConfigError(f"its sizes give no model: {str(error).splitlines()[0]}") from None
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def pieces_of(
+    family: Family, model: ModelConfig, keys: Collection[str] | None = None
+) -> list[Piece]:
+    """Returns the pieces that give every tensor of the model once, in the order of its tensors.
+
+    Args:
+        family: the model's.
+        model: its configuration.
+        keys: published tensors that exist, which decide between published and other names; none:
+            the published names.
+
+    Raises:
+        ConfigError: a tensor has no rule, is missing, or is there under two names.
+    """
+    found: list[Piece] = []
+    for name, shape in shapes_of(model).items():
+        if name.endswith(family.zeros):
+            continue
+        layer = _LAYER.match(name)
+        number = layer[1] if layer else ""
+        forms = family.forms.get(_LAYER.sub("group.{L}.", name), [])
+        if not forms:
+            raise ConfigError(f"{family.architecture} has no tensor for {name} {list(shape)}")
+        if keys is not None:
+            forms = [_chosen(forms, name, shape, number, keys)]
+        found += [piece for rule in forms[0] for piece in rule.pieces(name, shape, number)]
+    return found
+
+
+def _chosen(
+    forms: list[list[Rule]], name: str, shape: tuple[int, ...], layer: str, keys: Collection[str]
+) -> list[Rule]:
+    """Returns the one form whose tensors exist."""
+    first = [next(iter(rules[0].pieces(name, shape, layer))).key for rules in forms]
+    present = [n for n, key in enumerate(first) if key in keys]
+    if len(present) > 1:
+        raise ConfigError(f"{name} is there twice, as {' and '.join(first[n] for n in present)}")
+    if not present:
+        raise ConfigError(f"has no tensor {' or '.join(first)}, of {name} {list(shape)}")
+    if "{E}" in forms[present[0]][0].published and shape[0] > len(keys):
+        raise ConfigError(f"{name} has {shape[0]} experts, and the folder has {len(keys)} tensors")
+    return forms[present[0]]
+
+
+def _left_out(
+    folder: PublishedFolder, family: Family, model: ModelConfig, pieces: list[Piece]
+) -> tuple[str, ...]:
+    """Returns the published tensors that are left out on purpose.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    used = {piece.key for piece in pieces}
+    others = [key for key in folder.keys if key not in used]
+    unknown = [key for key in others if not _is_harmless(key, family, model, folder.config)]
+    tied = "; it ties the head to the embedding" if "lm_head.weight" in unknown else ""
+    if unknown:
+        raise ConfigError(
+            f"{folder.path}: the model of config.json has no place for {some_of(unknown)}{tied}; a "
+            "folder is read only if every tensor is known"
+        )
+    return tuple(others)
+
+
+def _is_harmless(
+    key: str, family: Family, model: ModelConfig, config: Mapping[str, object]
+) -> bool:
+    """Returns whether a tensor is known to be no part of the model."""
+    if _INV_FREQ.search(key) or any(re.search(pattern, key) for pattern in family.dropped):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", key)
+    if not (family.mtp_layers and layer):
+        return False
+    more = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
+    last = model.num_layers + (more if isinstance(more, int) else 0)
+    return model.num_layers <= int(layer[1]) < last
+
+
+def check_quantisation(config: Mapping[str, object]) -> None:
+    """Refuses packed weights of an unknown format.
+
+    Raises:
+        UnfitError: names the format.
+    """
+    asked = config.get("quantization_config")
+    method = asked.get("quant_method") if isinstance(asked, dict) else asked
+    if asked is not None and method not in _METHODS:
+        raise UnfitError(
+            f"quantization_config.quant_method={method!r:.200} is not read; only "
+            f"{' and '.join(_METHODS)} are"
+        )

@@ -1,0 +1,141 @@
+"""Writes a model of a published family in the family's own format, without code of moebius.
+
+A run that began with a published folder has that folder's small files in `source/`. They come back
+byte for byte, config.json follows the original, and tensors have the dtypes that they had.
+"""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...distributed.checkpoint.format import CheckpointError, StoredCheckpoint
+from ...distributed.checkpoint.loading import dtype_named, read_tensor
+from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
+from ...distributed.checkpoint.source import SOURCE_FILES, read_source
+from ...model.config.model_config import ModelConfig
+from ..families.family import Family, same_function
+from ..families.keys import UnfitError
+from ..families.table import family_of, pieces_of
+from ..safetensors import DTYPES, ExportedTensor, Precision
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Describes the family of a run's model, and the published folder that the run began with."""
+
+    family: Family
+    folder: Path  # of the small files that were kept; it may not exist
+    model: ModelConfig
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Returns the names of the kept files, config.json too; none: the run began without."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else ()
+        return tuple(sorted(name for name in names if name != DTYPES_FILE))
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, str]:
+        """Returns the dtypes of the published tensors that are unlike most, and of "most"."""
+        if not (self.folder / DTYPES_FILE).is_file():
+            return {"most": "float32"}
+        found = json.loads((self.folder / DTYPES_FILE).read_bytes())
+        return {**found["others"], "most": found["most"]}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Returns the folder's config.json; empty: there is none."""
+        file = self.folder / CONFIG_FILE
+        return json.loads(file.read_bytes()) if file.is_file() else {}
+
+    def dtype_of(self, piece: Piece) -> torch.dtype:
+        """Returns the dtype of a published tensor in the folder, whatever its name was there."""
+        keys = (piece.key, *self.family.other_keys(piece))
+        return dtype_named(next(filter(None, map(self.dtypes.get, keys)), self.dtypes["most"]))
+
+
+def origin_of(run_dir: Path, model: ModelConfig) -> Origin | None:
+    """Returns what a run's model is and began with; None: the model is moebius' own."""
+    source = read_source(run_dir)
+    family = family_of(model, source.family if source else None)
+    return None if family is None else Origin(family, run_dir / SOURCE_FILES, model)
+
+
+def family_tensors(
+    stored: StoredCheckpoint, origin: Origin, dtype: Precision | None
+) -> Iterator[ExportedTensor]:
+    """Yields the model's tensors under the family's names.
+
+    Args:
+        stored: the checkpoint.
+        origin: what its model is.
+        dtype: of all tensors but those that the family keeps in float32; none: as in the folder
+            that the run began with.
+
+    Raises:
+        CheckpointError: the family has no place for what the checkpoint learned.
+    """
+    family = origin.family
+    for key in stored.index.tensors:
+        is_lacking = key.startswith("model.") and key.endswith(family.zeros)
+        if is_lacking and read_tensor(stored, key).any():
+            raise CheckpointError(
+                f"{stored.path}: {key} is not zero, and {family.architecture} has none; use "
+                "--format safetensors"
+            )
+    pieces = pieces_of(family, origin.model)
+    for key, group in itertools.groupby(pieces, key=lambda piece: piece.key):
+        parts = tuple(group)
+        chosen = DTYPES[dtype] if dtype else origin.dtype_of(parts[0])
+        if re.search(family.float32, key) and (dtype or key.endswith("e_score_correction_bias")):
+            chosen = torch.float32
+        yield ExportedTensor(parts, chosen)
+
+
+def family_config(
+    origin: Origin, dtype: Precision | None, max_positions: int, end_id: int | None
+) -> str:
+    """Returns config.json: the original with what has changed, or a new one in both dialects."""
+    family, model, values = origin.family, origin.model, dict(origin.config)
+    if not values:
+        ids = {"eos_token_id": end_id, "pad_token_id": end_id}
+        values = family.write(model, max_positions) | ids
+    values["vocab_size"] = model.vocab_size
+    if not _describes(family, values, model):
+        values = _without_aliases(values, family) | family.write(model, max_positions)
+    keys = [key for key in _DTYPE_KEYS if key in values] or ["torch_dtype"]
+    main = str(DTYPES[dtype]).removeprefix("torch.") if dtype else origin.dtypes["most"]
+    values |= dict.fromkeys(keys, main)
+    if family.mtp_layers or any(map(values.get, _MTP_KEYS)):  # they were not loaded
+        values |= dict.fromkeys([key for key in _MTP_KEYS if key in values] or _MTP_KEYS[:1], 0)
+    values.pop("quantization_config", None)
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _describes(family: Family, values: Mapping[str, Any], model: ModelConfig) -> bool:
+    try:
+        return same_function(family.read(values)[0], model)
+    except UnfitError:
+        return False
+
+
+def _without_aliases(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Drops other names of keys that are written anew."""
+    others = {name for part in family.parts for name in getattr(part, "also", ())}
+    return {key: value for key, value in values.items() if key not in others}
+
+
+def original_files(origin: Origin) -> dict[str, bytes]:
+    """Returns the files that the folder of origin had beside weights and config.json."""
+    names = (name for name in origin.files if name != CONFIG_FILE)
+    return {name: (origin.folder / name).read_bytes() for name in names}

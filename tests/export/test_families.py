@@ -1,0 +1,284 @@
+"""Families of published mixtures: recorded folders give the recorded numbers, in both dialects."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from published_case import (
+    AWKWARD,
+    RECORDED,
+    arrays_of,
+    config_in,
+    folder_of,
+    recorded_model,
+)
+from torch import Tensor
+
+from moebius.distributed.checkpoint.pieces import cut
+from moebius.export.families.family import Family, same_function
+from moebius.export.families.keys import UnfitError
+from moebius.export.families.table import FAMILIES, FAMILY, family_of, open_family, pieces_of
+from moebius.model.documents import Documents, mark_documents
+from moebius.model.transformer import Transformer
+
+LOGITS, GRADIENTS = 2e-5, 5e-6
+POOLED = tuple(name for name in RECORDED if not any(each in name for each in ("deepseek", "glm4")))
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED + AWKWARD)
+def test_logits_are_the_recorded_ones(name: str) -> None:
+    recorded = arrays_of(name)
+    with torch.no_grad():
+        near(recorded_model(name)(recorded["ids"]).logits_BSV, recorded["logits"], LOGITS)
+
+
+def trained_pass(model: Transformer, ids: Tensor, labels: Tensor, mask: Tensor | None) -> Any:
+    """Returns a pass in training mode whose targets are the next labels."""
+    after = torch.cat((labels[:, 1:], torch.full((len(ids), 1), -100)), 1)
+    documents = None if mask is None else documents_of(mask)
+    return model.train()(
+        ids, targets_BS=after.clamp_min(0), loss_mask_BS=after >= 0, documents=documents
+    )
+
+
+def documents_of(mask: Tensor) -> Documents:
+    return mark_documents(mask - 1, torch.device("cpu"), attention=True, balance=False)
+
+
+def published_gradients(model: Transformer, family: Family) -> Iterator[tuple[str, Any, Tensor]]:
+    """Yields every piece's key, its place in the published tensor, and its gradient."""
+    named = dict(model.named_parameters())
+    for piece in pieces_of(family, model.config):
+        if piece.name in named:
+            gradient = named[piece.name].grad
+            gradient = torch.zeros(named[piece.name].shape) if gradient is None else gradient
+            yield piece.key, (..., slice(piece.phase, None, piece.step)), cut(gradient, piece)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
+def test_loss_and_all_gradients_are_the_recorded_ones(name: str) -> None:
+    recorded = arrays_of(name)
+    model = recorded_model(name, feed_forward__router__balance=0.0)
+    out = trained_pass(model, recorded["ids"], recorded["labels"], None)
+    mean = out.cross_entropy / (recorded["labels"][:, 1:] >= 0).sum()
+    near(mean.detach(), recorded["ce"], GRADIENTS)
+    mean.backward()
+    family = family_of(model.config)
+    assert family is not None
+    compared = set()
+    for key, place, gradient in published_gradients(model, family):
+        near(gradient, recorded[f"g/{key}"][place], GRADIENTS)
+        compared.add(f"g/{key}")
+    assert compared == {key for key in recorded if key.startswith("g/")}
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", POOLED)
+def test_the_pooled_balancing_loss_and_its_gradients_are_the_recorded_ones(name: str) -> None:
+    recorded = arrays_of(name)
+    router = "feed_forward__router__"
+    pool = {f"{router}balance_pool": True, f"{router}balance": 1.0}
+    pool[f"{router}balance_scope"] = "micro_batch"
+    model = recorded_model(name, **pool)
+    out = trained_pass(model, recorded["ids"], recorded["labels"], None)
+    near(out.auxiliary["load_balancing"].mean(), recorded["aux"], GRADIENTS)
+    out.regularisation_B.mean().backward()
+    family = family_of(model.config)
+    assert family is not None
+    found = published_gradients(model, family)
+    compared = {key: (place, gradient) for key, place, gradient in found if f"ga/{key}" in recorded}
+    assert len(compared) == sum(key.startswith("ga/") for key in recorded)
+    for key, (place, gradient) in compared.items():
+        near(gradient, recorded[f"ga/{key}"][place], GRADIENTS)
+    for side in ("left", "right"):
+        padded = {key: recorded[f"pad/{side}/{key}"] for key in ("ids", "labels", "mask", "aux")}
+        out = trained_pass(model, padded["ids"], padded["labels"], padded["mask"])
+        near(out.auxiliary["load_balancing"].mean(), padded["aux"], GRADIENTS)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
+def test_experts_and_gates_are_the_recorded_ones(name: str) -> None:
+    recorded, model = arrays_of(name), recorded_model(name)
+    sparse, routings = model.config.sparse_members, []
+    for member in sparse:
+        router = model.get_submodule(f"group.{member}.feed_forward.router")
+        router.register_forward_hook(lambda _, __, routing: routings.append(routing))
+    with torch.no_grad():
+        model(recorded["ids"])
+    for layer, routing in enumerate(routings):
+        experts_TK = recorded[f"experts/{layer}"]
+        assert torch.equal(routing.wanted_TK.sort(-1).values, experts_TK.sort(-1).values)
+        if f"gates/{layer}" in recorded:
+            gates_TK = recorded[f"gates/{layer}"]
+            kept_TK = routing.routes.weight_N.view(gates_TK.shape)
+            order, theirs = routing.wanted_TK.argsort(-1), experts_TK.argsort(-1)
+            near(kept_TK.gather(1, order), gates_TK.gather(1, theirs), GRADIENTS)
+    assert len(routings) == len(sparse)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_real_position(name: str, side: str) -> None:
+    recorded, model = arrays_of(name), recorded_model(name, feed_forward__router__balance=0.0)
+    ids, mask, labels, wanted = (
+        recorded[f"pad/{side}/{key}"] for key in ("ids", "mask", "labels", "logits")
+    )
+    if side == "left":  # transformers lets the last padding predict the first token
+        labels = labels.masked_fill(torch.cat((mask[:, :1], mask[:, :-1]), 1) == 0, -100)
+    with torch.no_grad():
+        logits = model(ids, documents=documents_of(mask)).logits_BSV
+        near(logits[mask == 1], wanted[mask == 1], LOGITS)
+        out = trained_pass(model, ids, labels, mask)
+    ce = F.cross_entropy(wanted[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    near(out.cross_entropy / (labels[:, 1:] >= 0).sum(), ce, LOGITS)
+    if side == "right":
+        near(ce, recorded["pad/right/ce"], GRADIENTS)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
+def test_greedy_tokens_are_the_recorded_ones(name: str) -> None:
+    recorded, model = arrays_of(name), recorded_model(name)
+    prompts, masks = recorded["gen/prompt"], recorded["gen/mask"]
+    for prompt, mask, out in zip(prompts, masks, recorded["gen/out"], strict=True):
+        cache, new, tokens = model.new_cache(), prompt[mask == 1], []
+        while len(tokens) < len(out) - len(prompt):
+            with torch.no_grad():
+                logits = model(new[None], cache).logits_BSV[0, -1]
+            logits[2] = -torch.inf  # was forbidden
+            tokens.append(int(logits.argmax()))
+            new = torch.tensor(tokens[-1:])
+        assert tokens == out[len(prompt) :].tolist()
+
+
+# config.json -------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
+def test_both_dialects_describe_one_model_and_writing_gives_it_back(name: str) -> None:
+    folder = folder_of(name)
+    plan = open_family(folder)
+    family = FAMILY.get(plan.family)
+    assert family.read(config_in(folder, "config_hub.json"))[0] == plan.model
+    assert plan.notes == (), "the folder has every key"
+    assert family_of(plan.model) is family
+    written = family.write(plan.model, 64)
+    assert family.read(written)[0] == plan.model
+    for kept in ("rope_parameters", "rope_theta"):  # either dialect alone is enough
+        other = {"rope_parameters"} if kept == "rope_theta" else {"rope_theta", "rope_scaling"}
+        half = {key: value for key, value in written.items() if key not in other}
+        assert same_function(family.read(half)[0], plan.model)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_types[0])
+def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None:
+    """An empty config.json gives the class's own sizes, and the report says so."""
+    transformers = pytest.importorskip("transformers")
+    needed = {
+        "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},  # its class has none
+        "Glm4MoeForCausalLM": {"head_dim": 128},  # that of its class is odd
+    }.get(family.architecture, {})
+    theirs = transformers.AutoConfig.for_model(family.model_types[0], **needed)
+    ours, notes = family.read(needed)
+    assert {ours.vocab_size, ours.d_model} <= {theirs.vocab_size, theirs.hidden_size}
+    of_theirs, _ = family.read(theirs.to_dict() | {"head_dim": getattr(theirs, "head_dim", None)})
+    assert same_function(ours, of_theirs)
+    assert any(note.startswith("vocab_size is missing") for note in notes)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not computed"),
+        ("mixtral", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not computed"),
+        ("mixtral", {"num_experts_per_tok": 1}, "top_k=1 with renormalise=true"),
+        ("mixtral", {"new_trick": 3}, "new_trick=3: moebius does not know"),
+        ("mixtral", {"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
+        ("mixtral", {"num_experts": 9}, "name the same thing and differ"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not computed"),
+        ("olmoe", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
+        ("olmoe", {"rope_parameters": {"strange": 1}}, "strange=1"),
+        ("olmoe", {"rope_theta": 5.0}, "rope_theta=5.0 and 10000.0 differ"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not computed"),
+        ("gpt_oss", {"layer_types": ["chunked"] * 3}, "must name 3 layers"),
+        ("gpt_oss", {"sliding_window": None}, r"layers \[0, 2\] have a sliding window"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not computed"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not computed"),
+        ("deepseek_v2", {"topk_method": "noisy"}, "'noisy' is none of"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not computed"),
+        ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "'awq' is not read"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    family = FAMILY.get(name)
+    config = config_in(folder_of(f"hf_{name}_a")) | change
+    if "quantization_config" in change:
+        from moebius.export.families.table import check_quantisation
+
+        with pytest.raises(UnfitError, match=message):
+            check_quantisation(config)
+        return
+    with pytest.raises(UnfitError, match=message):
+        family.read(config)
+
+
+@pytest.mark.needs_shared
+def test_windows_of_qwen_follow_the_switch_and_the_layer() -> None:
+    qwen2 = config_in(folder_of("hf_qwen2_moe_a"), "config_hub.json")
+    del qwen2["layer_types"]
+    windowed = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    model, _ = FAMILY.get("qwen2_moe").read(qwen2 | windowed)
+    assert (model.attention.window, model.attention.window_layers) == (7, (0,))  # type: ignore[attr-defined]
+    assert family_of(model) is FAMILY.get("qwen2_moe")
+    qwen3 = config_in(folder_of("hf_qwen3_moe_a"), "config_hub.json")
+    model, _ = FAMILY.get("qwen3_moe").read(qwen3 | windowed)
+    assert (model.attention.window, model.attention.window_layers) == (7, (0, 1, 2))  # type: ignore[attr-defined]
+    assert family_of(model) is FAMILY.get("qwen3_moe")
+
+
+@pytest.mark.needs_shared
+def test_sparse_layers_of_ernie_lie_at_intervals() -> None:
+    family = FAMILY.get("ernie4_5_moe")
+    config = config_in(folder_of("hf_ernie4_5_moe_a")) | {"num_hidden_layers": 9}
+    for interval, start, end, wanted in (
+        (2, 3, -1, (3, 5, 7)),
+        (3, 0, 6, (2, 5)),
+        (1, 2, 4, (2, 3, 4)),
+    ):
+        keys = ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
+        model, _ = family.read(config | dict(zip(keys, (interval, start, end), strict=True)))
+        assert model.sparse_members == wanted
+        assert family_of(model) is family
+
+
+def test_kimi_is_deepseek_and_a_model_of_moebius_is_of_no_family() -> None:
+    from family import tiny_config
+
+    assert FAMILY.get("kimi_k2") is FAMILY.get("deepseek_v3")
+    assert family_of(tiny_config("moeut", {})) is None
+
+
+@pytest.mark.needs_shared
+def test_training_may_differ_within_a_family_and_nothing_else() -> None:
+    model = open_family(folder_of("hf_glm4_moe_a")).model
+    family = FAMILY.get("glm4_moe")
+    router = "feed_forward.router."
+    assert family.fits(model.changed({f"{router}bias_rate": 0.001, f"{router}z_loss": 0.1}))
+    assert not family.fits(model.changed({f"{router}scores": "softmax"}))
+    assert not family.fits(model.changed({"norm": "sandwich"}))
+    assert not family.fits(model.changed({"attention.positions.pairs": "neighbours"}))

@@ -1,0 +1,480 @@
+"""Folders of published families come in and go out byte for byte; ten traps that others fell into."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshes import meshed, model_on, saver_in
+from published_case import (
+    AWKWARD,
+    RECORDED,
+    arrays_of,
+    config_in,
+    differences,
+    folder_of,
+    model_of,
+    names_to_export,
+    recorded_model,
+    tensors_in,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from trained import assembled
+from world import run_ranks
+
+from moebius.distributed.checkpoint.atomic_directory import write_checkpoint
+from moebius.distributed.checkpoint.format import CheckpointError, read_meta
+from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.checkpoint.pieces import DTYPES_FILE, PublishedFolder
+from moebius.export.families.table import FAMILY, open_family, shapes_of
+from moebius.export.hf.model_folder import export
+from moebius.export.published import import_folder
+from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.run import resume
+from moebius.train.state import model_tensors
+
+pytestmark = pytest.mark.needs_shared
+OVERRIDES = ("data.seq_len=16",)
+STEP_0 = "checkpoints/step_00000000"
+
+
+def round_trip(folder: Path, tmp_path: Path, **options: Any) -> Path:
+    """Imports a folder and exports it after no step; returns the export."""
+    import_folder(folder, tmp_path / "run", None, OVERRIDES)
+    export(tmp_path / "run" / STEP_0, tmp_path / "out", **options)
+    return tmp_path / "out"
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "folder"
+    folder.mkdir()  # recordings are read-only
+    for file in folder_of(name).iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def changed_config(folder: Path, **values: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config_in(folder) | values))
+
+
+# In a process of its own: transformers would take this repository's kernels/ for the library of that name.
+READER = """
+import os, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+import torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+for folder in sorted(path for path in Path(sys.argv[1]).iterdir() if path.is_dir()):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    found = info if isinstance(info, dict) else vars(info)
+    assert not any(found.values()), found
+    with torch.no_grad():
+        logits = model.eval()(load_file(f"{folder}.ids")["ids"]).logits
+    save_file({"logits": logits.contiguous()}, f"{folder}.logits")
+    model.save_pretrained(f"{folder}.fused", save_original_format=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def read_by_transformers(tmp_path_factory: pytest.TempPathFactory) -> "ReadBack":
+    """Returns the logits that transformers computes from exports, by the name of the export.
+
+    In the folder lie the same models under the names that transformers has in memory, as X.fused.
+    """
+    folder = tmp_path_factory.mktemp("exports")
+    recorded = [(name, name) for name in RECORDED + AWKWARD]
+    for name, born in recorded + [(f"born_{name}", name) for name in RECORDED]:
+        run_dir = tmp_path_factory.mktemp("run") / "run"
+        import_folder(folder_of(born), run_dir, None, OVERRIDES)
+        if name != born:  # as if it had been trained from drawn weights
+            shutil.rmtree(run_dir / "source")
+            (run_dir / "source.json").unlink()
+        out = folder / Path(name).name
+        export(run_dir / STEP_0, out, with_tokenizer=False)
+        save_file({"ids": arrays_of(born)["ids"]}, f"{out}.ids")
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", READER, folder], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, {file.stem: load_file(file)["logits"] for file in folder.glob("*.logits")}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_folder_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
+    """Traps 4 and 10: every name once, and every file but config.json as it was."""
+    source, out = folder_of(name), round_trip(folder_of(name), tmp_path)
+    assert differences(tensors_in(source), tensors_in(out)) == []
+    before, after = config_in(source), config_in(out)
+    assert after.pop("num_nextn_predict_layers", 0) == 0
+    before.pop("num_nextn_predict_layers", None)
+    assert before == after
+    files = {file.name: file.read_bytes() for file in source.iterdir()}
+    del files["config.json"], files["model.safetensors"]
+    assert files.keys() == {file.name for file in out.iterdir()} - {
+        "config.json",
+        "model.safetensors",
+    }
+    assert all((out / file).read_bytes() == data for file, data in files.items())
+
+
+ReadBack = tuple[Path, dict[str, Tensor]]
+
+
+@pytest.mark.parametrize("name", [*RECORDED, *AWKWARD, *(f"born_{name}" for name in RECORDED)])
+def test_transformers_loads_an_export_without_our_code(
+    name: str, read_by_transformers: ReadBack
+) -> None:
+    wanted = arrays_of(name.removeprefix("born_"))["logits"]
+    found = read_by_transformers[1][Path(name).name]
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_names_of_transformers_5_are_read_and_not_written(
+    name: str, tmp_path: Path, read_by_transformers: ReadBack
+) -> None:
+    fused = read_by_transformers[0] / f"{name}.fused"
+    out = round_trip(fused, tmp_path)
+    assert differences(tensors_in(folder_of(name)), tensors_in(out)) == []
+    has_others = name != "hf_gpt_oss_a"  # its published names are those in memory
+    assert (tensors_in(fused).keys() != tensors_in(out).keys()) == has_others
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_folders_go_out_in_the_published_form(name: str, tmp_path: Path) -> None:
+    out = round_trip(folder_of(name), tmp_path)
+    found, before = tensors_in(out), tensors_in(folder_of(name))
+    assert found.keys() == names_to_export(name)
+    unlike = differences({key: before[key] for key in before.keys() & found.keys()}, found)
+    assert all(key not in before for key in unlike), "those under other names are compared below"
+    config = config_in(out)
+    assert "quantization_config" not in config
+    assert not config.get("num_nextn_predict_layers")
+    if "mxfp4" in name:
+        assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_shards_have_an_index_and_at_most_the_size_asked_for(tmp_path: Path) -> None:
+    name = "hf_folders_a/qwen3_moe_sharded"
+    out = round_trip(folder_of(name), tmp_path, max_file_bytes=40_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = {file.name: load_file(file) for file in out.glob("*.safetensors")}
+    assert index["weight_map"] == {key: name for name, held in files.items() for key in held}
+    assert len(files) > 3
+    sizes = [sum(tensor.nbytes for tensor in held.values()) for held in files.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert max(sizes) <= 40_000
+    assert differences(tensors_in(out), tensors_in(folder_of(name))) == []
+
+
+def test_tensors_keep_their_own_dtypes(tmp_path: Path) -> None:
+    folder = copied("hf_ernie4_5_moe_a", tmp_path)
+    odd = ("norm", "mlp.gate.weight", "bias")
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {
+        key: tensor if any(each in key for each in odd) else tensor.to(torch.float16)
+        for key, tensor in tensors.items()
+    }
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    changed_config(folder, dtype="float16")
+    out = round_trip(folder, tmp_path)
+    assert differences(mixed, tensors_in(out)) == []
+    assert config_in(out)["dtype"] == "float16"
+
+
+# Ten traps ---------------------------------------------------------------------------------------
+
+
+def test_1_an_imported_mixtral_has_a_balancing_loss() -> None:
+    plan = open_family(folder_of("hf_mixtral_a"))
+    assert plan.model.experts is not None
+    router: Any = plan.model.experts.router
+    assert (router.balance, router.balance_pool) == (0.05, False)
+    recorded = arrays_of("hf_mixtral_a")
+    out = model_of(plan).train()(recorded["ids"])
+    assert out.auxiliary["load_balancing"].mean() > 1
+    wanted = 0.05 * out.auxiliary["load_balancing"].mean()
+    torch.testing.assert_close(out.regularisation_B.mean().detach(), wanted)
+
+
+def test_2_the_balancing_loss_reaches_the_router() -> None:
+    recorded = arrays_of("hf_mixtral_a")
+    gates = [key for key in recorded if key.startswith("ga/") and "gate.weight" in key]
+    assert len(gates) == 3  # compared in test_families.py
+    assert all(recorded[key].abs().max() > 1e-4 for key in gates)
+
+
+def test_4_two_forms_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    folder = copied("hf_mixtral_a", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    gate = tensors["model.layers.1.block_sparse_moe.gate.weight"]
+    tensors["model.layers.1.mlp.gate.weight"] = gate.clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"is there twice, as .*block_sparse_moe.* and .*mlp\.gate"
+    ):
+        open_family(folder)
+
+
+def saved_by_rank(run_dir: Path, ep: int, sharding: str) -> None:
+    """Loads an imported run on this rank, and saves it as the ranks' own checkpoint."""
+    meta = read_meta(run_dir / STEP_0).meta
+    config = Config.model_validate(meta["config"])
+    with meshed(ep=ep) as (process, mesh):
+        model = model_on(mesh, config.model, sharding=sharding)
+        state = model_tensors(model)
+        load(run_dir / STEP_0, *state, mesh=mesh)
+        saver = saver_in(run_dir / "ranks", process, mesh)
+        saver.save(7, *state, meta)
+        saver.wait()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep", "sharding"), [(1, 1, "none"), (2, 2, "none"), (4, 4, "none"), (4, 2, "fsdp")]
+)
+def test_5_every_rank_s_experts_come_back(
+    ranks: int, ep: int, sharding: str, tmp_path: Path
+) -> None:
+    for name in ("hf_folders_a/qwen3_moe_sharded", "hf_gpt_oss_a", "hf_deepseek_v3_a"):
+        run_dir = tmp_path / Path(name).name
+        import_folder(folder_of(name), run_dir, None, OVERRIDES)
+        run_ranks(saved_by_rank, ranks, run_dir, ep, sharding)
+        (run_dir / "ranks" / "step_00000007").rename(run_dir / "checkpoints" / "step_00000007")
+        export(run_dir / "checkpoints" / "step_00000007", run_dir / "out")
+        assert differences(tensors_in(folder_of(name)), tensors_in(run_dir / "out")) == []
+
+
+def test_6_every_tensor_is_there_once_or_nothing_is_written(tmp_path: Path) -> None:
+    folder = copied("hf_olmoe_a", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    lost = "model.layers.2.mlp.experts.5.up_proj.weight"
+    save_file(
+        {key: tensor for key, tensor in tensors.items() if key != lost},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"{folder}: has no {lost}, shape [20, 36]")
+    ):
+        import_folder(folder, tmp_path / "run")
+    tensors["model.layers.0.extra.weight"] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no place for model\.layers\.0\.extra\.weight"):
+        import_folder(folder, tmp_path / "run")
+    tensors[lost] = torch.zeros(20, 35)
+    del tensors["model.layers.0.extra.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: .*\[20, 35\].* needs \[20, 36\]"
+    ):
+        import_folder(folder, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    "name", ["hf_folders_a/deepseek_v3_mtp", "hf_glm4_moe_a", "hf_ernie4_5_moe_a"]
+)
+def test_7_the_router_s_bias_stays_float32(name: str, tmp_path: Path) -> None:
+    before = tensors_in(folder_of(name))
+    found = tensors_in(round_trip(folder_of(name), tmp_path, dtype="bf16"))
+    biases = {key for key in found if key.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    assert differences({k: before[k] for k in biases}, {k: found[k] for k in biases}) == []
+    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert config_in(tmp_path / "out").get("dtype", "bfloat16") == "bfloat16"
+
+
+def test_9_a_tied_head_is_one_parameter_with_one_gradient(tmp_path: Path) -> None:
+    name = "hf_granitemoe_a"
+    model = recorded_model(name)
+    assert "head.weight" not in dict(model.named_parameters())
+    assert "lm_head.weight" not in tensors_in(round_trip(folder_of(name), tmp_path))
+    folder = copied(name, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lm_head.weight; it ties the head to the embedding"):
+        open_family(folder)
+    changed_config(folder, tie_word_embeddings=False)
+    assert "head.weight" in shapes_of(open_family(folder).model)
+
+
+def test_10_an_imported_run_resumes_at_step_0_without_moments(tmp_path: Path) -> None:
+    import_folder(folder_of("hf_qwen3_moe_a"), tmp_path / "run", None, OVERRIDES)
+    kept_files = {path.name for path in (tmp_path / "run" / "source").iterdir()}
+    assert {
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        DTYPES_FILE,
+    } <= kept_files
+    config = Config.load(tmp_path / "run" / "config.json")
+    with assembled(config, tmp_path / "run") as run:
+        assert resume(run) is not None
+        assert run.progress.step == 0
+        wanted = recorded_model("hf_qwen3_moe_a").state_dict()
+        found = dict(run.model.named_parameters())
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_a_vocabulary_that_grew_and_other_changes_reach_config_json(tmp_path: Path) -> None:
+    """A source's config.json is kept where it is right, and rewritten where the model differs."""
+    run_dir = tmp_path / "run"
+    import_folder(
+        folder_of("hf_mixtral_a"), run_dir, None, (*OVERRIDES, "model.attention.window=5")
+    )
+    export(run_dir / STEP_0, tmp_path / "out")
+    config = config_in(tmp_path / "out")
+    assert config["sliding_window"] == 5
+    assert config["eos_token_id"] == 2, "unknown here, and kept"
+    model, _ = FAMILY.get("mixtral").read(config)
+    assert model.attention.window == 5  # type: ignore[attr-defined]
+
+
+def test_what_a_family_lacks_is_not_lost_in_silence(tmp_path: Path) -> None:
+    import_folder(folder_of("hf_deepseek_v2_a"), tmp_path / "run", None, OVERRIDES)
+    config = Config.load(tmp_path / "run" / "config.json")
+    state = recorded_model("hf_deepseek_v2_a").state_dict()
+    state["group.1.feed_forward.router.selection_bias"] += 1
+    write_checkpoint(
+        tmp_path / "run" / "checkpoints" / "step_00000001",
+        {f"model.{name}": tensor.clone for name, tensor in state.items()},
+        step=1,
+        num_experts={},
+        meta=read_meta(tmp_path / "run" / STEP_0).meta | {"config": config.model_dump(mode="json")},
+    )
+    with pytest.raises(CheckpointError, match=r"selection_bias is not zero, and DeepseekV2"):
+        export(tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "out")
+
+
+def test_from_the_command_line(tmp_path: Path, moebius: Callable[..., Any]) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    folder = folder_of("hf_folders_a/deepseek_v3_mtp")
+    asked = ("ckpt", "import", str(folder), "--run-dir", str(run_dir), "data.seq_len=16")
+    answer = moebius(*asked, "train.steps=7")
+    assert answer.code == 0, answer.text
+    assert "left out: model.layers.0.self_attn.rotary_emb.inv_freq, model.layers.3." in answer.text
+    assert Config.load(run_dir / "config.json").train.steps == 7
+    said = json.loads((run_dir / "source.json").read_text())
+    assert (said["kind"], said["family"], said["path"]) == ("folder", "deepseek_v3", str(folder))
+    answer = moebius("ckpt", "export", str(run_dir), "--out", str(out), "--format", "hf")
+    assert answer.code == 0, answer.text
+    before = tensors_in(folder)
+    assert differences({key: before[key] for key in tensors_in(out)}, tensors_in(out)) == []
+    answer = moebius("ckpt", "import", str(folder / "model.safetensors"), "--run-dir", str(out))
+    assert "name the recipe of its model" in answer.text
+
+
+# Packed formats ----------------------------------------------------------------------------------
+
+
+def test_mxfp4_is_read_to_the_recorded_values_block_by_block() -> None:
+    folder = PublishedFolder(folder_of("hf_folders_a/gpt_oss_mxfp4"))
+    plan = open_family(folder_of("hf_folders_a/gpt_oss_mxfp4"))
+    pieces = [piece for piece in plan.pieces if piece.key.endswith("1.mlp.experts.gate_up_proj")]
+    assert [piece.phase for piece in pieces] == [0, 1]
+    for piece in pieces:
+        whole = folder.read(piece, piece.start, piece.sizes)
+        first = (1, 5, piece.start[2] + 3)
+        block = folder.read(piece, first, (2, 20, 7))
+        assert torch.equal(block, whole[1:3, 5:25, 3:10])
+
+
+def test_block_fp8_is_read_as_its_values_times_the_scales_of_its_blocks(tmp_path: Path) -> None:
+    folder = copied("hf_deepseek_v3_a", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    packed, wanted = dict(tensors), {}
+    generator = torch.Generator().manual_seed(0)
+    for key, tensor in tensors.items():
+        if re.search(r"(proj|proj_with_mqa)\.weight$", key):
+            blocks = [-(-size // 8) for size in tensor.shape]
+            scales = torch.rand(blocks, generator=generator) + 0.5
+            wide = scales.repeat_interleave(8, 0).repeat_interleave(8, 1)
+            wide = wide[: tensor.shape[0], : tensor.shape[1]]
+            packed[key] = (tensor / wide).to(torch.float8_e4m3fn)
+            packed[f"{key}_scale_inv"] = scales
+            wanted[key] = packed[key].float() * wide
+    save_file(packed, folder / "model.safetensors")
+    method = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    changed_config(folder, quantization_config=method)
+    plan = open_family(folder)
+    assert {*plan.dequantised} == {*wanted}
+    for piece in plan.pieces:
+        if piece.key in wanted:
+            whole = plan.folder.read(piece, piece.start, piece.sizes)
+            assert torch.equal(whole.squeeze(), piece.ours(wanted[piece.key]).squeeze())
+            first = [
+                start + (size > 9) * 3 for start, size in zip(piece.start, piece.sizes, strict=True)
+            ]
+            sizes = [6 if size > 9 else size for size in piece.sizes]
+            inner = [
+                slice(a - b, a - b + n) for a, b, n in zip(first, piece.start, sizes, strict=True)
+            ]
+            assert torch.equal(plan.folder.read(piece, first, sizes), whole[tuple(inner)])
+    out = tensors_in(round_trip(folder, tmp_path))
+    assert out.keys() == tensors.keys()
+    some = "model.layers.1.mlp.experts.0.up_proj.weight"
+    assert torch.equal(out[some], wanted[some].bfloat16())
+
+
+def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "1",
+        tmp_path / "models--a--b" / "blobs",
+    )
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(folder_of("hf_olmoe_a").iterdir()):
+        shutil.copyfile(file, blobs / f"{number}")
+        (snapshot / file.name).symlink_to(Path("..") / ".." / "blobs" / f"{number}")
+    assert (
+        differences(tensors_in(folder_of("hf_olmoe_a")), tensors_in(round_trip(snapshot, tmp_path)))
+        == []
+    )
+
+
+OWN_FAMILY = """
+from dataclasses import replace
+
+from moebius.export.families.family import Rule
+from moebius.export.families.mixtral import MIXTRAL
+
+NIMBUS = replace(
+    MIXTRAL,
+    model_types=("nimbus",),
+    rules=(Rule("embedding", "model.wte.weight"), *MIXTRAL.rules[1:]),
+)
+"""
+
+
+def test_a_family_of_one_s_own_is_a_module_and_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of docs/extend.md: another name of the embedding."""
+    (tmp_path / "own_family.py").write_text(OWN_FAMILY)
+    monkeypatch.setenv("MOEBIUS_FOLDER", str(tmp_path))
+    folder = copied("hf_mixtral_a", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.wte.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    changed_config(folder, model_type="nimbus")
+    with pytest.raises(ValueError, match="'nimbus' is not a family"):
+        open_family(folder)
+    import_folder(folder, tmp_path / "run", None, OVERRIDES, family="own_family:NIMBUS")
+    export(tmp_path / "run" / STEP_0, tmp_path / "out")
+    assert differences(tensors, tensors_in(tmp_path / "out")) == []
+    assert config_in(tmp_path / "out")["model_type"] == "nimbus"
