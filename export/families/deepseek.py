@@ -33,10 +33,8 @@ _LATENT = (
     Rotary(latent=True),
     Only("moe_layer_freq", 1),
 )
-_CONSTANTS = f.FIXED_BIAS | {
-    "attention.kind": "mla",
-    "attention.positions.pairs": "neighbours",
-}
+_PAIRS = "attention.positions.pairs"
+_CONSTANTS = f.FIXED_BIAS | {"attention.kind": "mla"}
 _DEFAULTS = (
     dict(rms_norm_eps=1e-6, aux_loss_alpha=lambda reader: 0.0, qk_nope_head_dim=128)
     | dict(num_key_value_heads=lambda reader: None)
@@ -68,6 +66,7 @@ V2 = f.Family(
     ),
     constants=_CONSTANTS
     | {
+        _PAIRS: "neighbours",
         "feed_forward.router.scores": "softmax",
         "feed_forward.router.group_score": "max",
         "feed_forward.router.renormalise": False,
@@ -90,14 +89,15 @@ V3 = f.Family(
         *f.V3_GATE,
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
-        Only("rope_interleave", True),
+        Key("rope_interleave", _PAIRS, bool, {True: "neighbours", False: "halves"}),
     ),
     constants=_CONSTANTS,
     defaults=_DEFAULTS
     | dict(vocab_size=129280, hidden_size=7168, intermediate_size=18432)
     | dict(moe_intermediate_size=2048, num_hidden_layers=61, num_attention_heads=128)
     | dict(n_shared_experts=1, n_routed_experts=256, routed_scaling_factor=2.5, n_group=8)
-    | dict(topk_group=4, num_experts_per_tok=8, first_k_dense_replace=3, norm_topk_prob=True),
+    | dict(topk_group=4, num_experts_per_tok=8, first_k_dense_replace=3, norm_topk_prob=True)
+    | dict(rope_interleave=True),
     rules=(*_RULES, *f.SELECTION_BIAS),
     also=f.FUSED,
     mtp_layers=True,

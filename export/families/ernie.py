@@ -10,11 +10,10 @@ _NAMES = ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
 
 def _sparse_layers(reader: Reader) -> dict[str, Any]:
     layers = reader.take("num_hidden_layers", int)
-    values = reader.values
-    if values.get(_NAMES[2]) == -1:  # the last of all
-        values = {key: value for key, value in values.items() if key != _NAMES[2]}
-    given = Reader(values, reader.defaults, reader.known, reader.notes)
-    interval, first, last = (given.take(name, int) for name in _NAMES)
+    interval, first = (reader.take(name, int) for name in _NAMES[:2])
+    is_all = reader.values.get(_NAMES[2]) == -1
+    reader.known.add(_NAMES[2])
+    last = layers - 1 if is_all else reader.take(_NAMES[2], int)
     if interval < 1:
         raise UnfitError(f"moe_layer_interval={interval} must be at least 1")
     sparse = range(interval - 1, layers, interval)

@@ -6,8 +6,7 @@ expert, both counted from 0.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -46,22 +45,20 @@ class Rule:
     published: str  # "model.layers.{L}.self_attn.q_proj.weight"; {E}: one tensor per expert
     layout: Layout = SAME
 
-    def pieces(self, name: str, shape: Sequence[int], layer: str) -> Iterator[Piece]:
+    def pieces(self, name: str, shape: Sequence[int]) -> Iterator[Piece]:
         """Yields the published tensors of our tensor `name`."""
         layout, start, sizes = self.layout, [0] * len(shape), list(shape)
         if layout.half is not None:
             sizes[layout.dim] //= 2
             start[layout.dim] = layout.half * sizes[layout.dim]
-        axes, steps = layout.axes or tuple(range(len(shape))), (1, 0)
-        if layout.step > 1:
-            steps = (layout.step, layout.half or 0)
-        key = self.published.replace("{L}", layer)
-        if "{E}" not in key:
-            yield Piece(key, name, tuple(start), tuple(sizes), axes, *steps)
+        axes = layout.axes or tuple(range(len(shape)))
+        steps = (layout.step, layout.half or 0) if layout.step > 1 else (1, 0)
+        if "{E}" not in self.published:
+            yield Piece(self.published, name, tuple(start), tuple(sizes), axes, *steps)
             return
         for expert in range(shape[0]):
-            region = ((expert, *start[1:]), (1, *sizes[1:]))
-            yield Piece(key.replace("{E}", str(expert)), name, *region, axes, *steps)
+            key = self.published.replace("{E}", str(expert))
+            yield Piece(key, name, (expert, *start[1:]), (1, *sizes[1:]), axes, *steps)
 
 
 def in_layers(
@@ -139,7 +136,8 @@ _DECODER = {  # of every family: pre-norm decoders that repeat no layer
 SIZES = (
     Key("vocab_size", "vocab_size"),
     Key("hidden_size", "d_model"),
-    Key("num_hidden_layers", ("num_layers", "layers_per_group")),
+    Key("num_hidden_layers", "num_layers"),
+    Key("num_hidden_layers", "layers_per_group"),
     Key("num_attention_heads", "attention.num_heads"),
     Key("rms_norm_eps", "norm_eps", float),
     Key("tie_word_embeddings", "tied_head", bool),
@@ -247,28 +245,26 @@ class Family:
             found |= part.write(Dotted(model))
         return found
 
-    def fits(self, model: ModelConfig) -> bool:
-        """Returns whether config.json of the family describes the model, but for its training."""
+    def fits(self, model: ModelConfig, config: Mapping[str, Any] | None = None) -> bool:
+        """Returns whether a config.json, or else that of `write`, describes all but its training."""
         try:
-            return same_function(self.read(self.write(model, 1))[0], model)
+            return same_function(self.read(config or self.write(model, 1))[0], model)
         except UnfitError:
             return False
 
-    @cached_property
-    def forms(self) -> Mapping[str, list[list[Rule]]]:
-        """Returns the rules of every tensor of ours: the published ones first, then the others."""
-        found: dict[str, list[list[Rule]]] = {}
-        for table in (self.rules, self.also):
-            for name in dict.fromkeys(rule.ours for rule in table):
-                found.setdefault(name, []).append([rule for rule in table if rule.ours == name])
-        return found
-
-    def other_keys(self, piece: Piece) -> list[str]:
-        """Returns the keys of the other names of a published tensor's region."""
-        layer = _LAYER.match(piece.name)
-        rules = self.forms.get(_LAYER.sub("group.{L}.", piece.name), [[]])[1:]
-        number = layer[1] if layer else ""
-        return [rule.published.replace("{L}", number) for form in rules for rule in form]
+    def forms(self, name: str) -> list[list[Rule]]:
+        """Returns the rules of a tensor of ours, in its layer: published names, then the others."""
+        layer = _LAYER.match(name)
+        pattern, number = _LAYER.sub("group.{L}.", name), layer[1] if layer else ""
+        found = [
+            [
+                replace(rule, published=rule.published.replace("{L}", number))
+                for rule in table
+                if rule.ours == pattern
+            ]
+            for table in (self.rules, self.also)
+        ]
+        return [rules for rules in found if rules]
 
 
 def same_function(one: ModelConfig, other: ModelConfig) -> bool:

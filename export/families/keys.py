@@ -17,25 +17,16 @@ from ...train.config.run_config import ConfigError
 _MOST = 10**7  # of any size or count in config.json
 _SHOWN = 200  # characters of a foreign value in a message
 _TYPES = ("full_attention", "sliding_attention")
-_HARMLESS = frozenset(  # keys of config.json that change no computation
-    (
-        *(
-            "architectures",
-            "auto_map",
-            "model_type",
-            "transformers_version",
-            "torch_dtype",
-            "dtype",
-        ),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache"),
-        *("output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
-        *("id2label", "label2id", "is_encoder_decoder", "problem_type", "pretraining_tp"),
-        *("chunk_size_feed_forward", "ep_size", "seq_aux", "max_window_layers", "tokenizer_class"),
-        *("num_nextn_predict_layers", "num_mtp_layers", "quantization_config", "qk_head_dim"),
-        *("initial_context_length", "num_key_value_heads", "head_dim", "attn_implementation"),
-        *("experts_implementation", "unsloth_version", "unsloth_fixed"),
-    )
-)
+# Keys of config.json that change no computation.
+_HARMLESS = """
+    architectures auto_map model_type transformers_version torch_dtype dtype bos_token_id
+    eos_token_id pad_token_id max_position_embeddings use_cache output_router_logits
+    output_attentions output_hidden_states return_dict id2label label2id is_encoder_decoder
+    problem_type pretraining_tp chunk_size_feed_forward ep_size seq_aux max_window_layers
+    tokenizer_class num_nextn_predict_layers num_mtp_layers quantization_config qk_head_dim
+    initial_context_length num_key_value_heads head_dim attn_implementation
+    experts_implementation unsloth_version unsloth_fixed
+"""
 
 
 class UnfitError(ConfigError):
@@ -78,7 +69,7 @@ class Reader:
 
     def refuse_unknown(self) -> None:
         """Refuses keys that were not read and could change the computation."""
-        known = self.known | _HARMLESS
+        known = self.known.union(_HARMLESS.split())
         unknown = {
             key: value
             for key, value in self.values.items()
@@ -152,27 +143,28 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """Maps one key of config.json to one or several of the model."""
+    """Maps one key of config.json to one of the model."""
 
     name: str
-    ours: str | tuple[str, ...]  # dotted
+    ours: str  # dotted
     kind: type = int
     choices: Mapping[Any, Any] | None = None  # the model's value for each published one
     also: tuple[str, ...] = ()  # other names, which are read and not written
     null: bool = False  # whether null is a value
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """Returns the value under every key of ours."""
+        """Returns the value under our key."""
         value = reader.take(self.name, self.kind, self.also, null=self.null)
-        if self.choices is not None and value not in self.choices:
+        if self.choices is None:
+            return {self.ours: value}
+        if value not in self.choices:
             known = ", ".join(map(repr, self.choices))
             raise UnfitError(f"{self.name}={value!r:.{_SHOWN}} is none of {known}")
-        value = value if self.choices is None else self.choices[value]
-        return dict.fromkeys((self.ours,) if isinstance(self.ours, str) else self.ours, value)
+        return {self.ours: self.choices[value]}
 
     def write(self, model: Dotted) -> dict[str, Any]:
-        """Returns the published value, by the first key of ours."""
-        value = model[self.ours if isinstance(self.ours, str) else self.ours[0]]
+        """Returns the published value."""
+        value = model[self.ours]
         if self.choices is None:
             return {self.name: value}
         for theirs, ours in self.choices.items():
@@ -221,11 +213,8 @@ class Windows:
             last = reader.take("max_window_layers", int)
         usual = [_TYPES[is_used and n < last and n % self.step == 0] for n in range(count)]
         types = reader.values.get("layer_types") or usual
-        if (
-            not isinstance(types, list)
-            or len(types) != count
-            or any(t not in _TYPES for t in types)
-        ):
+        is_list = isinstance(types, list) and len(types) == count
+        if not is_list or any(each not in _TYPES for each in types):
             names = " or ".join(_TYPES)
             raise UnfitError(f"layer_types={types!r:.{_SHOWN}} must name {count} layers {names}")
         layers = tuple(n for n in range(count) if types[n] == _TYPES[True])
@@ -248,6 +237,12 @@ class Windows:
         if self.switch:
             found |= {"use_sliding_window": window is not None, "max_window_layers": count}
         return found
+
+
+_ROPE = {  # defaults of rope_parameters
+    **dict(rope_type="default", beta_fast=32.0, beta_slow=1.0, truncate=True, factor=None),
+    **dict(mscale=0.0, mscale_all_dim=0.0, attention_factor=None),
+}
 
 
 @dataclass(frozen=True)
@@ -281,25 +276,21 @@ class Rotary:
 
     def _parameters(self, reader: Reader) -> Reader:
         """Returns a reader of the parameters in either dialect."""
-        top = ("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters")
-        reader.known.update(top)
+        reader.known.update(("rope_theta", "partial_rotary_factor"))
         values: dict[str, Any] = {}
-        for name in top[2:]:
+        for name in ("rope_scaling", "rope_parameters"):
+            reader.known.add(name)
             values |= _of_kind(name, reader.values.get(name), dict) or {}
         values = values or dict(self.scaling or {})
-        for name in top[:2]:
+        for name in ("rope_theta", "partial_rotary_factor"):
             value = reader.values.get(name)
             if value is not None and values.setdefault(name, value) != value:
                 raise UnfitError(
                     f"{name}={value!r:.{_SHOWN}} and {values[name]!r:.{_SHOWN}} differ"
                 )
-        defaults = dict(
-            rope_type="default", rope_theta=self.theta, partial_rotary_factor=self.share
-        )
-        defaults |= dict(beta_fast=32.0, beta_slow=1.0, truncate=True, factor=None)
-        defaults |= dict(mscale=0.0, mscale_all_dim=0.0, attention_factor=None)
+        usual = {"rope_theta": self.theta, "partial_rotary_factor": self.share}
         longest = reader.values.get("max_position_embeddings")
-        return Reader(values, defaults | {"original_max_position_embeddings": longest})
+        return Reader(values, _ROPE | usual | {"original_max_position_embeddings": longest})
 
     def _yarn(self, rope: Reader, reader: Reader) -> dict[str, Any]:
         original = rope.take("original_max_position_embeddings", int)
@@ -323,13 +314,11 @@ class Rotary:
     def write(self, model: Dotted) -> dict[str, Any]:
         """Returns both dialects."""
         base, yarn = model["attention.positions.base"], model["attention.positions.yarn"]
-        share = {} if self.share == 1 else {"partial_rotary_factor": self._share(model)}
+        width, d_head = model["attention.positions.width"], model["attention.d_head"]
+        share = {} if self.share == 1 else {"partial_rotary_factor": width / d_head}
         scaling = None if yarn is None else {"rope_type": "yarn"} | self._scaling(model, yarn)
         both = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": base} | share
         return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": both} | share
-
-    def _share(self, model: Dotted) -> float:
-        return model["attention.positions.width"] / model["attention.d_head"]
 
     def _scaling(self, model: Dotted, yarn: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: value for name, value in yarn.items() if name != "original_positions"}

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...distributed.checkpoint.pieces import CONFIG_FILE, Piece, PublishedFolder
+from ...distributed.checkpoint.pieces import Piece, PublishedFolder
 from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import Transformer
@@ -34,8 +34,8 @@ FAMILY = Registry(
     "a Family",
     fits=lambda found: isinstance(found, Family),
 )
-_INV_FREQ = re.compile(r"rotary_emb\.inv_freq$")
-_LAYER = re.compile(r"^group\.(\d+)\.")
+_INV_FREQ = r"rotary_emb\.inv_freq$"
+_ROWS = 4096  # of embedding and head that are compared at a time
 _METHODS = ("mxfp4", "fp8")  # of quantization_config
 
 
@@ -99,14 +99,11 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
             raise ConfigError(
                 f"num_hidden_layers={model.num_layers} with {len(folder.keys)} tensors"
             )
-    except ConfigError as error:
-        raise ConfigError(f"{folder.path / CONFIG_FILE}: {error}") from None
-    try:
         pieces = pieces_of(found, model, folder.keys)
+        folder.check(pieces)
+        ignored = _left_out(folder, found, model, pieces)
     except ConfigError as error:
         raise ConfigError(f"{folder.path}: {error}") from None
-    folder.check(pieces)
-    ignored = _left_out(folder, found, model, pieces)
     zeros = tuple(name for name in shapes_of(model) if name.endswith(found.zeros))
     packed = tuple(key for key, stored in folder.keys.items() if stored.packed)
     return FolderPlan(folder, name, model, pieces, ignored, zeros, packed, tuple(notes))
@@ -151,30 +148,28 @@ def pieces_of(
     for name, shape in shapes_of(model).items():
         if name.endswith(family.zeros):
             continue
-        layer = _LAYER.match(name)
-        number = layer[1] if layer else ""
-        forms = family.forms.get(_LAYER.sub("group.{L}.", name), [])
+        forms = family.forms(name)
         if not forms:
             raise ConfigError(f"{family.architecture} has no tensor for {name} {list(shape)}")
-        if keys is not None:
-            forms = [_chosen(forms, name, shape, number, keys)]
-        found += [piece for rule in forms[0] for piece in rule.pieces(name, shape, number)]
+        rules = forms[0] if keys is None else _chosen(forms, name, shape, keys)
+        found += [piece for rule in rules for piece in rule.pieces(name, shape)]
     return found
 
 
 def _chosen(
-    forms: list[list[Rule]], name: str, shape: tuple[int, ...], layer: str, keys: Collection[str]
+    forms: list[list[Rule]], name: str, shape: tuple[int, ...], keys: Collection[str]
 ) -> list[Rule]:
     """Returns the one form whose tensors exist."""
-    first = [next(iter(rules[0].pieces(name, shape, layer))).key for rules in forms]
-    present = [n for n, key in enumerate(first) if key in keys]
-    if len(present) > 1:
-        raise ConfigError(f"{name} is there twice, as {' and '.join(first[n] for n in present)}")
-    if not present:
-        raise ConfigError(f"has no tensor {' or '.join(first)}, of {name} {list(shape)}")
-    if "{E}" in forms[present[0]][0].published and shape[0] > len(keys):
+    firsts = {rules[0].published.replace("{E}", "0"): rules for rules in forms}
+    there = [key for key in firsts if key in keys]
+    if len(there) > 1:
+        raise ConfigError(f"{name} is there twice, as {' and '.join(there)}")
+    if not there:
+        raise ConfigError(f"has no tensor {' or '.join(firsts)}, of {name} {list(shape)}")
+    rules = firsts[there[0]]
+    if "{E}" in rules[0].published and shape[0] > len(keys):
         raise ConfigError(f"{name} has {shape[0]} experts, and the folder has {len(keys)} tensors")
-    return forms[present[0]]
+    return rules
 
 
 def _left_out(
@@ -185,30 +180,40 @@ def _left_out(
     Raises:
         ConfigError: one is unknown.
     """
+    more = folder.config.get("num_nextn_predict_layers", folder.config.get("num_mtp_layers", 1))
+    last = model.num_layers + (more if isinstance(more, int) and family.mtp_layers else 0)
+
+    def is_known(key: str) -> bool:
+        if any(re.search(pattern, key) for pattern in (_INV_FREQ, *family.dropped)):
+            return True
+        layer = re.match(r"model\.layers\.(\d+)\.", key)
+        if layer is None:
+            return _is_tied(key, folder, family, pieces)
+        return model.num_layers <= int(layer[1]) < last
+
     used = {piece.key for piece in pieces}
     others = [key for key in folder.keys if key not in used]
-    unknown = [key for key in others if not _is_harmless(key, family, model, folder.config)]
-    tied = "; it ties the head to the embedding" if "lm_head.weight" in unknown else ""
-    if unknown:
+    if unknown := [key for key in others if not is_known(key)]:
+        tied = "; it ties the head to the embedding" if "lm_head.weight" in unknown else ""
         raise ConfigError(
-            f"{folder.path}: the model of config.json has no place for {some_of(unknown)}{tied}; a "
-            "folder is read only if every tensor is known"
+            f"the model of config.json has no place for {some_of(unknown)}{tied}; a folder is read "
+            "only if every tensor is known"
         )
     return tuple(others)
 
 
-def _is_harmless(
-    key: str, family: Family, model: ModelConfig, config: Mapping[str, object]
-) -> bool:
-    """Returns whether a tensor is known to be no part of the model."""
-    if _INV_FREQ.search(key) or any(re.search(pattern, key) for pattern in family.dropped):
-        return True
-    layer = re.match(r"model\.layers\.(\d+)\.", key)
-    if not (family.mtp_layers and layer):
+def _is_tied(key: str, folder: PublishedFolder, family: Family, pieces: list[Piece]) -> bool:
+    """Returns whether a tensor is the head of a model that ties it, and equal to the embedding."""
+    if key not in {rule.published for form in family.forms("head.weight") for rule in form}:
         return False
-    more = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
-    last = model.num_layers + (more if isinstance(more, int) else 0)
-    return model.num_layers <= int(layer[1]) < last
+    embedding = next(piece for piece in pieces if piece.name == "embedding")
+    both, (rows, width) = (embedding, replace(embedding, key=key)), embedding.sizes
+    folder.check(both)
+    for row in range(0, rows, _ROWS):
+        sizes = (min(_ROWS, rows - row), width)
+        if not torch.equal(*(folder.read(piece, (row, 0), sizes).float() for piece in both)):
+            return False
+    return True
 
 
 def check_quantisation(config: Mapping[str, object]) -> None:

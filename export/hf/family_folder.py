@@ -21,8 +21,7 @@ from ...distributed.checkpoint.loading import dtype_named, read_tensor
 from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
 from ...distributed.checkpoint.source import SOURCE_FILES, read_source
 from ...model.config.model_config import ModelConfig
-from ..families.family import Family, same_function
-from ..families.keys import UnfitError
+from ..families.family import Family
 from ..families.table import family_of, pieces_of
 from ..safetensors import DTYPES, ExportedTensor, Precision
 
@@ -60,8 +59,9 @@ class Origin:
 
     def dtype_of(self, piece: Piece) -> torch.dtype:
         """Returns the dtype of a published tensor in the folder, whatever its name was there."""
-        keys = (piece.key, *self.family.other_keys(piece))
-        return dtype_named(next(filter(None, map(self.dtypes.get, keys)), self.dtypes["most"]))
+        others = [rule.published for form in self.family.forms(piece.name)[1:] for rule in form]
+        found = filter(None, map(self.dtypes.get, (piece.key, *others)))
+        return dtype_named(next(found, self.dtypes["most"]))
 
 
 def origin_of(run_dir: Path, model: ModelConfig) -> Origin | None:
@@ -111,8 +111,10 @@ def family_config(
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids
     values["vocab_size"] = model.vocab_size
-    if not _describes(family, values, model):
-        values = _without_aliases(values, family) | family.write(model, max_positions)
+    if not family.fits(model, values):
+        others = {name for part in family.parts for name in getattr(part, "also", ())}
+        values = {key: value for key, value in values.items() if key not in others}
+        values |= family.write(model, max_positions)
     keys = [key for key in _DTYPE_KEYS if key in values] or ["torch_dtype"]
     main = str(DTYPES[dtype]).removeprefix("torch.") if dtype else origin.dtypes["most"]
     values |= dict.fromkeys(keys, main)
@@ -120,19 +122,6 @@ def family_config(
         values |= dict.fromkeys([key for key in _MTP_KEYS if key in values] or _MTP_KEYS[:1], 0)
     values.pop("quantization_config", None)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-
-
-def _describes(family: Family, values: Mapping[str, Any], model: ModelConfig) -> bool:
-    try:
-        return same_function(family.read(values)[0], model)
-    except UnfitError:
-        return False
-
-
-def _without_aliases(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Drops other names of keys that are written anew."""
-    others = {name for part in family.parts for name in getattr(part, "also", ())}
-    return {key: value for key, value in values.items() if key not in others}
 
 
 def original_files(origin: Origin) -> dict[str, bytes]:

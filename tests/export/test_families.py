@@ -216,7 +216,7 @@ def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None
         ("gpt_oss", {"sliding_window": None}, r"layers \[0, 2\] have a sliding window"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not computed"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not computed"),
+        ("deepseek_v3", {"rope_interleave": "no"}, "rope_interleave='no' must be a bool"),
         ("deepseek_v2", {"topk_method": "noisy"}, "'noisy' is none of"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not computed"),
         ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "'awq' is not read"),

@@ -309,6 +309,9 @@ def test_9_a_tied_head_is_one_parameter_with_one_gradient(tmp_path: Path) -> Non
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"lm_head.weight; it ties the head to the embedding"):
         open_family(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert open_family(folder).ignored == ("lm_head.weight",)
     changed_config(folder, tie_word_embeddings=False)
     assert "head.weight" in shapes_of(open_family(folder).model)
 
