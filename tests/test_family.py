@@ -26,7 +26,7 @@ from pairwise import slow_but
 from parts import make_config
 from small_corpus import shards_of_words
 from torch import Tensor
-from trained import by_step, column, run_training
+from trained import by_step, column, different, newest_state, run_training
 from world import run_ranks
 
 from moebius.distributed.gradients import GradientReducer, parameters_to_reduce
@@ -39,6 +39,7 @@ from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
 from moebius.train.loss import micro_batch_loss
 from moebius.train.recipes.family import FAMILY
+from moebius.train.recipes.hub import HUB_SMALL
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 MIDWAY = "checkpoints/step_00000002"
@@ -285,3 +286,28 @@ def test_saved_on_two_ranks_with_ep_2_and_taken_up_on_one(
     two = losses(tmp_path / "two", 1, 4)
     assert len(one) == 4
     assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUB_SMALL)
+def test_other_peoples_models_learn_under_ep_2_and_resume_with_the_same_bits(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    model = HUB_SMALL[name][1]().model.changed({"vocab_size": 257, "d_model": 64})
+    sizes = {"steps": 16, "global_batch": 16, "micro_batch": 4, "eval_rows": 16}
+    config = make_config(
+        data,
+        model=model,
+        optim={"learning_rate": 1e-2, "clip_norm": 1.0},
+        train=sizes,
+        checkpoint__every=8,
+        mesh={"ep": 2, "dp_replicate": 2},
+    )
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    run_ranks(run_training, RANKS, config, whole, timeout_s=240)
+    shutil.copytree(whole / "checkpoints/step_00000008", parted / "checkpoints/step_00000008")
+    run_ranks(run_training, RANKS, config, parted, timeout_s=240)
+    losses = column(whole)
+    assert losses[-1] < losses[0] - 0.5
+    assert column(parted) == losses[8:]
+    assert different(newest_state(parted), newest_state(whole)) == []

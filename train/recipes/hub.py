@@ -273,12 +273,19 @@ def _small(name: str, settings: dict[str, Any]) -> Config:
         model=_model(settings),
         data=DataConfig(seq_len=128),
         prepare=PrepareConfig(vocab_size=4096, validation_fraction=0.05),
+        mesh=MeshConfig(ep=2, dp_replicate=2),
         optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, clip_norm=1.0),
         train=TrainConfig(
-            steps=200, global_batch=16, micro_batch=4, log_every=4, eval_every=50, eval_rows=256
+            steps=200,
+            global_batch=16,
+            micro_batch=4,
+            log_every=4,
+            eval_every=50,
+            eval_rows=256,
+            device="cpu",  # four ranks on one machine, which may lack four GPUs
         ),
         checkpoint=CheckpointConfig(every=50, keep_last=2),
-        job=JobConfig(name=name),
+        job=JobConfig(name=name, ranks_per_node=4),
     )
 
 
