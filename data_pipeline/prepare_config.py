@@ -145,6 +145,9 @@ class PrepareConfig(RecordFields):
     end_of_document: str = Field(default="", examples=["<|endoftext|>"])
     """The special token of an existing tokenizer that ends a document; empty: its own end token."""
 
+    chat_template: bool = True
+    """Whether prompts and answers go through the chat template of an existing tokenizer, if it has one."""
+
     vocab_size: int = Field(default=8000, ge=1, le=2**24)
     """Vocabulary size for BPE training; the most ids that an existing tokenizer may have."""
 
@@ -259,7 +262,7 @@ class PrepareConfig(RecordFields):
     def of_folder(cls, header: "Header") -> Self | None:
         """Returns a prepared folder's configuration; None if its header does not record all of it."""
         licences = {source.name: source.licence for source in header.sources}
-        values = {"vocab_size": max(NUM_BYTE_IDS, header.tokenizer.vocab_size)} | header.spec
+        values = {"vocab_size": header.tokenizer.vocab_size} | header.spec
         if licences == {DEFAULT_SOURCE: ""}:
             for source in values.pop("sources", ()):
                 values |= {key: value for key, value in source.items() if key != "name"}
@@ -268,11 +271,14 @@ class PrepareConfig(RecordFields):
                 source | {"licence": licences.get(source["name"], "")}
                 for source in values.get("sources", ())
             ]
-        try:
-            found = cls.model_validate(values)
-        except ValidationError:
-            return None
-        return found if found.spec_hash == header.spec_hash else None
+        for chat_template in (True, False):  # recorded only where it was used
+            try:
+                found = cls.model_validate({"chat_template": chat_template} | values)
+            except ValidationError:
+                return None
+            if found.spec_hash == header.spec_hash:
+                return found
+        return None
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
@@ -294,6 +300,12 @@ class PrepareConfig(RecordFields):
         return self.tokenizer not in ("bpe", "bytes")
 
     @property
+    def uses_chat_template(self) -> bool:
+        """Returns whether prompts go through the tokenizer's chat template, if it has one."""
+        has_prompts = any(source.has_loss_mask for source in self.all_sources)
+        return self.chat_template and self.loads_tokenizer and has_prompts
+
+    @property
     def num_token_ids(self) -> int:
         """Returns an upper bound of the vocabulary, for models built before the tokenizer exists."""
         return NUM_BYTE_IDS if self.tokenizer == "bytes" else self.vocab_size
@@ -307,6 +319,8 @@ class PrepareConfig(RecordFields):
         spec = self.model_dump(mode="json", exclude={*_REPEATED_IN_SOURCES, "sources"})
         if self.encoding_faults != "error":
             spec["encoding_faults"] = "drop"  # a limit ends a preparation, but changes no bytes
+        if not self.uses_chat_template:
+            del spec["chat_template"]
         if not self.format:
             del spec["format"]  # folders that are older than the key remain valid
         spec["sources"] = [

@@ -36,7 +36,9 @@ from ..read.token_store import shard_schema, token_dtype, verify_shard
 from ..shards import ShardWriter, TokenDocument, shard_metadata
 from ..sources.documents import Document
 from ..sources.formats import read_documents
+from ..tokenizers.chat_template import ChatTemplate, chat_of
 from ..tokenizers.huggingface import train_bpe
+from ..tokenizers.interface import Tokenizer
 from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
 from .filters import DocumentRule, document_rules
 from .kept import begin_keeping, keep, take
@@ -385,16 +387,15 @@ def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
     """Yields the chosen documents of a unit as tokens, in order, each with its side."""
     tokenizer = tokenizer_of(task.directory)
     end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
+    chat = chat_of(task.directory, tokenizer) if task.source.has_loss_mask else None
     for batch in in_batches(_chosen_documents(task), _num_chars, _ENCODE_CHARS):
-        texts = [text for document, *_ in batch for text in (document.prompt, document.text)]
-        encoded = tokenizer.encode_batch([text for text in texts if text])
-        tokens = iter(encoded)
-        for document, side, doc_id, num_bytes in batch:
-            prompt = list(islice(tokens, int(bool(document.prompt))))
+        documents = [document for document, *_ in batch]
+        encoded = _encoded(tokenizer, chat, documents)
+        for (document, side, doc_id, num_bytes), (prompt, text) in zip(batch, encoded, strict=True):
             yield (
                 side,
                 TokenDocument(
-                    tokens=np.concatenate([*prompt, next(tokens), end]),
+                    tokens=np.concatenate([*prompt, text, end]),
                     doc_id=doc_id,
                     num_text_bytes=num_bytes,
                     source=document.source,
@@ -403,6 +404,21 @@ def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
                     record_id=document.record_id,
                 ),
             )
+
+
+def _encoded(
+    tokenizer: Tokenizer, chat: ChatTemplate | None, documents: list[Document]
+) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+    """Yields each document's prompt, if it has one, and its text as ids."""
+    if chat is not None:
+        for document in documents:
+            prompt, answer = chat.encode(document.prompt, document.text)
+            yield [prompt], answer
+        return
+    texts = [text for document in documents for text in (document.prompt, document.text)]
+    tokens = iter(tokenizer.encode_batch([text for text in texts if text]))
+    for document in documents:
+        yield list(islice(tokens, int(bool(document.prompt)))), next(tokens)
 
 
 _Chosen = tuple[Document, Split, bytes, int]

@@ -27,6 +27,7 @@ from ..manifest import (
 )
 from ..prepare_config import DEFAULT_SOURCE, PrepareConfig, RecordFields
 from ..sources.embedded import EMBEDDED
+from ..tokenizers.chat_template import TEMPLATE_FILE
 from .tasks import SIDES, unfinished_file
 from .units import Unit
 
@@ -221,7 +222,9 @@ def _other_plan(path: Path, plan: dict[str, Any]) -> str:
 def _start_over(folder: Path) -> None:
     """Removes the work of a preparation that has sealed nothing, except its lock."""
     shutil.rmtree(folder / QUARANTINED, ignore_errors=True)
-    made = (one for pattern in ("*.arrow", "tokenizer*") for one in folder.glob(pattern))
+    made = (
+        one for pattern in ("*.arrow", "tokenizer*", TEMPLATE_FILE) for one in folder.glob(pattern)
+    )
     work = (one for one in (folder / UNFINISHED).iterdir() if one.name != LOCK)
     for path in [*made, *work]:
         if path.is_dir():
@@ -276,7 +279,7 @@ def forget_quarantined(folder: Path, source: str = "*") -> None:
 
 def temporary_files(folder: Path) -> Iterator[Path]:
     """Yields the temporary files that killed preparations left outside `unfinished/`."""
-    for pattern in ("*.arrow", "manifest-*.json", "tokenizer*"):
+    for pattern in ("*.arrow", "manifest-*.json", "tokenizer*", TEMPLATE_FILE):
         yield from folder.glob(f"{pattern}{TEMPORARY}*")
 
 

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...plugins import some_of
+from ..atomic import atomic_write
 from ..errors import InputError
 from ..prepare_config import PrepareConfig
-from ..tokenizers.hub import open_tokenizer
+from ..tokenizers.chat_template import TEMPLATE_FILE
+from ..tokenizers.hub import find_template, open_tokenizer
 from ..tokenizers.interface import Tokenizer
 from ..tokenizers.raw_bytes import BytesTokenizer
 from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
@@ -29,6 +31,11 @@ class Vocabulary:
         self._config, self._folder, self._units = config, folder, units
         if config.tokenizer != "bpe" and not has_tokenizer(folder):
             tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else _opened(config)
+            if config.uses_chat_template and (template := find_template(config.tokenizer)):
+                with atomic_write(
+                    folder / TEMPLATE_FILE
+                ) as file:  # first: the tokenizer is the mark
+                    file.write(template)
             save_tokenizer(folder, tokenizer)
         self.is_ready = has_tokenizer(folder)
         """Whether the folder has its tokenizer."""

@@ -8,12 +8,15 @@
                                 a function's words, each a token (`word_files`)
 
 The caller, the `eos_token` of a tokenizer_config.json beside the tokenizer, or the tokenizer itself
-names the token that ends a document (`tokenizer.tokenizer_of_files`). No text may spell it.
+names the token that ends a document (`tokenizer.tokenizer_of_files`). Where a tokenizer_config.json names
+none, the first `eos_token_id` of generation_config.json or config.json does. No text may spell it.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -21,9 +24,12 @@ from tokenizers import models, pre_tokenizers
 from ...plugins import PYTHON, named_function
 from ..errors import InputError
 from ..sources.files import content_of
+from .chat_template import TEMPLATE_FILE, template_of_files
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
-from .tokenizer import tokenizer_of_files
+from .tokenizer import eos_token, tokenizer_of_files
 
+JINJA_FILE = "chat_template.jinja"
+_OF_MODELS = ("generation_config.json", "config.json")
 _SHOWN = 60  # characters of a wrong word
 _HEAD_BYTES = 4096
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")  # a token in base64, its rank
@@ -50,17 +56,53 @@ def _files_of(name: str) -> dict[str, bytes]:
     """Reads a tokenizer's files, by their names in a prepared folder."""
     if name.startswith(PYTHON):
         return word_files(name)
-    is_file = name.endswith((".json", ".model")) or os.path.isfile(name)
-    folder = name[: name.rfind("/") + 1] if is_file else f"{name.rstrip('/')}/"
+    is_file, folder = _folder_of(name)
     for url in [name] if is_file else [folder + file for file in _USUAL_FILES]:
         if (content := content_of(url)) is not None and (kind := _kind_of(content, url)):
             config = content_of(folder + CONFIG_FILE)
+            if kind == TOKENIZER_FILE and not eos_token(config or b"{}"):
+                config = _config_of_eos_id(content, folder) or config
             return {kind: content} | ({} if config is None else {CONFIG_FILE: config})
     raise InputError(
         f"tokenizer {name!r} is neither a .json or .model file nor a folder with {TOKENIZER_FILE} or "
         f"{MODEL_FILE}: check the name, and your access (HF_TOKEN) to a hub repository, which is "
         "hf://owner/name"
     )
+
+
+def _folder_of(name: str) -> tuple[bool, str]:
+    """Returns whether a name is that of a file, and its folder with a slash."""
+    is_file = name.endswith((".json", ".model")) or os.path.isfile(name)
+    return is_file, name[: name.rfind("/") + 1] if is_file else f"{name.rstrip('/')}/"
+
+
+def find_template(name: str) -> bytes | None:
+    """Returns the chat template beside a tokenizer, as prepared folders keep it; None without one."""
+    if name.startswith(PYTHON):
+        return None
+    _, folder = _folder_of(name)
+    if (prepared := content_of(folder + TEMPLATE_FILE)) is not None:
+        return prepared
+    return template_of_files(content_of(folder + JINJA_FILE), content_of(folder + CONFIG_FILE))
+
+
+def _config_of_eos_id(tokenizer_json: bytes, folder: str) -> bytes | None:
+    """Returns a tokenizer_config.json with the token of the model's end id; None if there is none."""
+    ids = [_object_in(content_of(folder + name)).get("eos_token_id") for name in _OF_MODELS]
+    firsts = [each[0] if isinstance(each, list) and each else each for each in ids]
+    added = _object_in(tokenizer_json).get("added_tokens")
+    tokens = {token["id"]: token["content"] for token in added or () if isinstance(token, dict)}
+    known = [tokens[index] for index in firsts if isinstance(index, int) and index in tokens]
+    return json.dumps({"eos_token": known[0]}).encode() if known else None
+
+
+def _object_in(content: bytes | None) -> dict[str, Any]:
+    """Returns a file's JSON object; an empty one for anything else, which is reported where it matters."""
+    try:
+        found = json.loads(content or b"")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _kind_of(content: bytes, url: str) -> str:

@@ -33,7 +33,7 @@ def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "")
     Raises:
         ValueError: a file is invalid, or the tokenizer lacks the token.
     """
-    end = end_of_document or _eos_token(files.get(CONFIG_FILE, b"{}"))
+    end = end_of_document or eos_token(files.get(CONFIG_FILE, b"{}"))
     if TOKENIZER_FILE not in files:
         return SentencePieceTokenizer(files[MODEL_FILE], end_of_document=end)
     text = files[TOKENIZER_FILE].decode("utf-8-sig")
@@ -49,7 +49,7 @@ def _object(text: str | bytes, name: str) -> dict[str, Any]:
     return found
 
 
-def _eos_token(config: bytes) -> str:
+def eos_token(config: bytes) -> str:
     """Returns the `eos_token` of a tokenizer_config.json, which is a string or an object."""
     token = _object(config, CONFIG_FILE).get("eos_token") or ""
     return str(token.get("content", "") if isinstance(token, dict) else token)
