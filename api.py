@@ -246,6 +246,7 @@ def start_from(
     /,
     *overrides: str,
     draw_anew: Sequence[str] = (),
+    family: str | None = None,
     **values: object,
 ) -> Start:
     """Returns a run that starts from given weights, for `fit` and `submit`, like `--from`.
@@ -256,10 +257,13 @@ def start_from(
     It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
 
     Args:
-        source: a run (its newest checkpoint), "RUN@STEP", or a checkpoint.
-        name: as for `recipe`, for everything but the model; None: the source's own configuration.
+        source: a run (its newest checkpoint), "RUN@STEP", a checkpoint, a folder of published
+            weights, or "hf://org/name@revision".
+        name: as for `recipe`, for everything but the model; None: the run's own configuration, or
+            own_text.
         overrides: as for `recipe`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
+        family: of a folder: `module:name` of your own family.
         values: as for `recipe`.
 
     Returns:
@@ -270,7 +274,7 @@ def start_from(
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     changes = [*_as_arguments(values), *overrides]
-    return starting.start_from(str(source), name, changes, draw_anew=draw_anew)
+    return starting.start_from(str(source), name, changes, draw_anew=draw_anew, family=family)
 
 
 def size_of(config: Config) -> Size:

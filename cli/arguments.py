@@ -75,9 +75,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="start_from",
         metavar="SOURCE",
-        help="start a new run from the weights of a run (its newest checkpoint), RUN@STEP or a "
-        "checkpoint; the recipe then gives everything but the model, and without one the run's own "
-        "configuration does",
+        help="start a new run from weights: a run (its newest checkpoint), RUN@STEP, a checkpoint, a "
+        "published folder, or hf://org/name@revision; the recipe then gives everything but the model "
+        "(default: the run's own configuration; own_text for a folder)",
+    )
+    parser.add_argument(
+        "--family", metavar="MODULE:NAME", help="with --from FOLDER: a family of your own"
     )
     parser.add_argument(
         "--draw-anew",

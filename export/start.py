@@ -3,6 +3,8 @@
     runs/a                     the newest checkpoint of a run
     runs/a@step_00000100       that of a step; runs/a@100 is the same
     runs/a/checkpoints/…       a checkpoint
+    folder                     published weights of a known family, with config.json
+    hf://org/name@revision     such a folder on the Hugging Face hub
 
 The new run has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
 Everything is checked here, before a run folder or a rank exists.
@@ -14,21 +16,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared, read_manifest
 from ..data_pipeline.tokenizers.hub import open_tokenizer
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..distributed.checkpoint.format import find_checkpoint, open_checkpoint
-from ..distributed.checkpoint.source import Source
+from ..distributed.checkpoint.pieces import pieces_to_json
+from ..distributed.checkpoint.source import Source, refuse_gaps
 from ..model.config.model_config import ModelConfig
-from ..model.transformer import Transformer
 from ..plugins import runs_near, some_of
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
+from ..train.config.validation import validated
 from ..train.recipes.smoke import RECIPES
+from ..train.record.untrusted import read_text
+from .families.table import open_family, shapes_of
 
 _STEP = re.compile(r"(.+)@(?:step_)?(\d+)")
+_HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")
+# A repository's other copies of its weights; what is needed lies at its top.
+_NOT_FETCHED = [
+    "*/*",
+    "consolidated*",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -50,6 +67,7 @@ class _Found:
     sections: StartSections
     recipe: str  # to use if none is named
     recipes: Mapping[str, Callable[[], Config]]
+    notes: tuple[str, ...] = ()
 
 
 def start_from(
@@ -58,31 +76,33 @@ def start_from(
     overrides: Sequence[str] = (),
     *,
     draw_anew: Sequence[str] = (),
+    family: str | None = None,
 ) -> Start:
     """Returns what a new run starts from, and its configuration.
 
     Args:
-        given: a run, RUN@STEP or a checkpoint.
-        name: a recipe or a TOML file, for everything but the model; None: the source's own.
+        given: a run, RUN@STEP, a checkpoint, a published folder, or hf://org/name[@revision].
+        name: a recipe or a TOML file, for everything but the model; None: the run's own
+            configuration, or own_text.
         overrides: `section.key=value`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
+        family: of a folder: `module:name` of one's own; by default config.json names a known one.
 
     Raises:
         ConfigError: there is nothing of this name, or the configuration or its tokenizer does not fit
             the weights.
         CheckpointError: the run has no such checkpoint, or its files are damaged.
     """
-    found = _found(given)
+    found, is_named = _found(given, family), name is not None
     name = name or found.recipe
     recipes = found.recipes if name == found.recipe else _recipes(name)
     config = resolve(name, overrides, recipes, start=found.sections)
-    source = _fitted(found, config.model, draw_anew)
-    if "embedding" in source.drawn:
-        source = source.model_copy(update={"tokenizer": None})
+    source = _with_tokenizer(_fitted(found, config.model, draw_anew), config)
     _check_tokenizer(config, source, found.sections)
-    other = base_values(name, recipes)[0].get("model", found.sections.model) != found.sections.model
-    note = f"the model is that of {found.source.given}, and the one of {name} is not used"
-    return Start(config, source, (note,) if other else ())
+    notes, model = list(found.notes), found.sections.model
+    if is_named and base_values(name, recipes)[0].get("model", model) != model:
+        notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
+    return Start(config, source, tuple(notes))
 
 
 def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
@@ -90,7 +110,9 @@ def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
     return {name: lambda: Config.load(Path(name))} if name.endswith(".json") else RECIPES
 
 
-def _found(given: str) -> _Found:
+def _found(given: str, family: str | None) -> _Found:
+    if given.startswith("hf://"):
+        return _found_on_hub(given, family)
     match = _STEP.fullmatch(given)
     if match and not Path(given).exists():
         path, step = Path(match[1]), int(match[2])
@@ -98,7 +120,66 @@ def _found(given: str) -> _Found:
         path, step = Path(given), None
     if not path.is_dir():
         raise ConfigError(f"--from {given}: there is no such folder{runs_near(path)}")
-    return _found_checkpoint(path.absolute(), step)
+    path = path.absolute()
+    if step is None and _is_published(path):
+        return _found_folder(path, family, given=str(path))
+    if not any((path / name).exists() for name in ("checkpoints", "manifest.json")):
+        raise ConfigError(
+            f"--from {given}: is neither a run (checkpoints/), a checkpoint (manifest.json), nor a folder "
+            f"of published weights (config.json with a model_type){runs_near(path)}"
+        )
+    return _found_checkpoint(path, step)
+
+
+def _is_published(path: Path) -> bool:
+    """Returns whether a folder has a published model's config.json; that of a run has other keys."""
+    config = read_text(path / "config.json") or ""
+    return '"model_type"' in config and not (path / "checkpoints").exists()
+
+
+def _found_on_hub(given: str, family: str | None) -> _Found:
+    """Returns a folder of the hub's cache, after it was fetched unless HF_HUB_OFFLINE is set."""
+    match = _HUB.fullmatch(given)
+    if match is None:
+        raise ConfigError(f"--from {given}: write hf://org/name or hf://org/name@revision")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"--from {given}: the hub needs huggingface_hub: pip install 'moebius[hub]'"
+        ) from None
+    try:
+        path = snapshot_download(match[1], revision=match[2], ignore_patterns=_NOT_FETCHED)
+    except (OSError, ValueError) as error:  # also of HTTP
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--from {given}: cannot be fetched ({reason}): check the name and your access (HF_TOKEN); "
+            "with HF_HUB_OFFLINE=1, the cache must have it"
+        ) from error
+    return _found_folder(Path(path), family, given=f"hf://{match[1]}@{Path(path).name}")
+
+
+def _found_folder(path: Path, family: str | None, *, given: str) -> _Found:
+    """Returns a folder of published weights, with its model and its tokenizer."""
+    plan = open_family(path, family)
+    shapes = shapes_of(plan.model)
+    refuse_gaps(
+        str(path), plan.pieces, {f"model.{piece.name}": shapes[piece.name] for piece in plan.pieces}
+    )
+    source = Source(
+        kind="folder",
+        given=given,
+        path=str(path),
+        family=plan.family,
+        digest=plan.folder.digest,
+        zeros=plan.zeros,
+        ignored=plan.ignored,
+        dequantised=plan.dequantised,
+        pieces=tuple(pieces_to_json(plan.pieces)),
+    )
+    tokenizer = {"tokenizer": str(path), "end_of_document": "", "vocab_size": plan.model.vocab_size}
+    sections = StartSections(plan.model.model_dump(mode="json"), tokenizer)
+    return _Found(source, shapes, sections, "own_text", RECIPES, plan.notes)
 
 
 def _found_checkpoint(path: Path, step: int | None) -> _Found:
@@ -107,7 +188,7 @@ def _found_checkpoint(path: Path, step: int | None) -> _Found:
     stored = open_checkpoint(checkpoint)
     meta = stored.meta.meta
     recipe = f"{checkpoint}/meta.json"
-    config = Config.model_validate(meta["config"])
+    config = validated(Config, meta["config"], origin=recipe)
     data = (meta.get("data") or {}).get("spec", {})
     source = Source(
         kind="checkpoint",
@@ -145,7 +226,7 @@ def _fitted(found: _Found, model: ModelConfig, draw_anew: Sequence[str]) -> Sour
     Raises:
         ConfigError: the weights do not fit the model.
     """
-    shapes = _shapes_of(model)
+    shapes = shapes_of(model)
     drawn = {name for pattern in draw_anew for name in _matching(pattern, shapes)}
     wanted = {name: shape for name, shape in shapes.items() if name not in drawn}
     problems = [
@@ -170,13 +251,6 @@ def _fitted(found: _Found, model: ModelConfig, draw_anew: Sequence[str]) -> Sour
     )
 
 
-def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        built = Transformer(model)
-    named = {**dict(built.named_parameters()), **dict(built.named_buffers())}
-    return {name: tuple(tensor.shape) for name, tensor in named.items()}
-
-
 def _matching(pattern: str, shapes: Shapes) -> list[str]:
     names = [name for name in shapes if fnmatch.fnmatchcase(name, pattern)]
     if not names:
@@ -185,6 +259,30 @@ def _matching(pattern: str, shapes: Shapes) -> list[str]:
             f"{some_of(shapes, pattern)}"
         )
     return names
+
+
+def _with_tokenizer(source: Source, config: Config) -> Source:
+    """Returns the source with its tokenizer's hash, if it is known and the embedding is loaded."""
+    if "embedding" in source.drawn:
+        return source.model_copy(update={"tokenizer": None})
+    if source.kind == "checkpoint":
+        return source
+    prepare = config.prepare
+    try:
+        tokenizer = open_tokenizer(source.path, end_of_document=prepare.end_of_document)
+    except InputError as error:
+        if prepare.tokenizer != source.path:
+            return source
+        raise ConfigError(
+            f"--from {source.given}: has no tokenizer that can be read; name that of its model with "
+            f"prepare.tokenizer, or data prepared by it with data.directory ({error})"
+        ) from error
+    if tokenizer.vocab_size > (limit := config.model.vocab_size):
+        raise ConfigError(
+            f"--from {source.given}: its tokenizer has {tokenizer.vocab_size} ids, more than the "
+            f"model's vocab_size={limit}: the folder's files belong to different models"
+        )
+    return source.model_copy(update={"tokenizer": tokenizer.sha256})
 
 
 def _check_tokenizer(config: Config, source: Source, start: StartSections) -> None:

@@ -255,8 +255,7 @@ def resume(run: Run) -> Resumed | None:
     """
     found = run.checkpoints.newest_whole()
     if found is None:
-        load_start(run.run_dir, *model_tensors(run.model), run.mesh)
-        return None
+        return load_start(run.run_dir, *model_tensors(run.model), run.mesh)
     if (run.run_dir / "config.json").exists():  # a run, which continues only with its own settings
         remedy = "restore this run's own, or delete it and resume from the one before it"
         saved = found.meta.meta["config"] | {"data": {}, "prepare": {}}  # the loader compares these

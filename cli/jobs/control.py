@@ -48,6 +48,7 @@ def _add_train(commands: Commands) -> None:
             "train smoke train.steps=40",
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
             "train --from runs/mine optim.learning_rate=1e-4 prepare.input=other.txt --run-dir runs/next",
+            'train --from hf://allenai/OLMoE-1B-7B-0924 own_text prepare.input="texts/*.txt"',
         ],
         notes=ENDS,
     )
@@ -136,8 +137,10 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]
     source = None
     if options.start_from is not None:
         config, source = _start(options)
-    elif options.draw_anew:
-        raise ValueError("--draw-anew needs --from SOURCE: without it, all parameters are drawn")
+    elif options.draw_anew or options.family:
+        raise ValueError(
+            "--draw-anew and --family need --from SOURCE: without it, all parameters are drawn"
+        )
     else:
         config = resolve_config(options.name, options.overrides)
     from ...train.record.run_folder import default_run_dir, place_data
@@ -152,7 +155,11 @@ def _start(options: argparse.Namespace) -> "tuple[Config, Source]":
     from ...export.start import start_from
 
     start = start_from(
-        options.start_from, options.name, options.overrides, draw_anew=options.draw_anew
+        options.start_from,
+        options.name,
+        options.overrides,
+        draw_anew=options.draw_anew,
+        family=options.family,
     )
     for note in start.notes:
         print(note)

@@ -9,6 +9,7 @@ from jobs import living
 import moebius as moebius_api
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import THIS_MACHINE, JobError, JobStatus, Journal, State
+from moebius.distributed.checkpoint.source import Source
 from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import place_data
@@ -100,7 +101,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Records what `moebius resume` would submit."""
     calls: list[tuple] = []
 
-    def submit(config, run_dir, *, address, detach, console):
+    def submit(config, run_dir, *, address, detach, source, console):
         calls.append((config, run_dir, address, detach))
         return JobStatus(run_dir, State.SUCCEEDED)
 
@@ -124,8 +125,8 @@ def test_resume_continues_a_run_in_the_way_it_was_started(runs, moebius, submitt
     """A run of `moebius train` needs no Ray, unless an address asks for it; one of a cluster goes there."""
     here: list[tuple] = []
 
-    def train_here(config, run_dir, *, console):
-        here.append((config, run_dir))
+    def train_here(config, run_dir, *, source, console):
+        here.append((config, run_dir, source))
         return JobStatus(run_dir, State.FAILED)
 
     monkeypatch.setattr("moebius.cluster.local.train_here", train_here)
@@ -135,8 +136,12 @@ def test_resume_continues_a_run_in_the_way_it_was_started(runs, moebius, submitt
     Journal(run).append(State.SUBMITTED, generation=0, reason="", details=details)
     Journal(run).append(State.FAILED, generation=1, reason="")
     stored.save(run / "config.json")
+    source = Source(kind="checkpoint", given="a", path="a", digest="0")
+    (run / "source.json").write_text(
+        source.as_text()
+    )  # it may not have a checkpoint of its own yet
     assert moebius("resume", run).code == 1
-    assert (here, submitted) == ([(stored, run)], [])
+    assert (here, submitted) == ([(stored, run, source)], [])
     assert moebius("resume", run, "--address", "auto").code == 0
     assert moebius("resume", run, "--detach").code == 0
     assert (len(here), len(submitted)) == (1, 2)

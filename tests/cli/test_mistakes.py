@@ -24,7 +24,7 @@ train                                           | arguments are required: RECIPE
 train optim.learning_rate=1                       | there is no recipe
 train smoke --from runs/nowhere                 | --from runs/nowhere: there is no such folder
 train --from nowhere@100 smoke                  | --from nowhere@100: there is no such folder
-train smoke --draw-anew embedding               | --draw-anew needs --from SOURCE
+train smoke --draw-anew embedding               | --draw-anew and --family need --from SOURCE
 train smok                                      | there is no recipe 'smok'; did you mean smoke?
 train nothere.toml                              | nothere.toml: cannot be read (No such file or directory)
 train smoke --steps 10                          | did you mean train.steps? Keys are written section.key=value

@@ -1,6 +1,5 @@
 """A run that starts from another run's weights: the same bits on every layout, and its own settings."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -293,11 +292,3 @@ def test_other_text_takes_the_tokenizer_of_the_source(of_words: Path, tmp_path: 
     assert start.source.tokenizer is None
     same = start_from(given, None, ["train.steps=9"]).config
     assert (same.data.directory, same.prepare.tokenizer) == (data, "bpe")
-
-
-def test_source_json_says_what_was_loaded(trained: Path, data: Path, tmp_path: Path) -> None:
-    opened(trained, config_of(data), tmp_path / "run")
-    told = json.loads((tmp_path / "run" / SOURCE).read_text())
-    assert told["given"] == str(trained)
-    assert told["step"] == 4
-    assert len(told["digest"]) == 32

@@ -1,0 +1,263 @@
+"""A run that starts from a published folder: every layout reads its own blocks, and all the same bits."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Answer
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from tiny_job import write_paragraphs
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from trained import assembled, by_step, different, newest_state
+from world import run_ranks
+
+from moebius import Start, start_from
+from moebius.distributed.checkpoint.format import CheckpointError
+from moebius.distributed.checkpoint.pieces import cut
+from moebius.distributed.checkpoint.source import SOURCE_FILES, load_start, read_source
+from moebius.export.families.table import FAMILY, pieces_of
+from moebius.model.config.model_config import ModelConfig
+from moebius.model.initialise import initialise
+from moebius.model.transformer import Transformer
+from moebius.plugins import PluginError
+from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.recipes.smoke import RECIPES
+from moebius.train.record.run_folder import open_run
+from moebius.train.run import resume
+from moebius.train.state import model_tensors, state_tensors
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+SPECIAL = ("<pad>", "<s>", "</s>")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
+
+
+def model_of(family: str) -> ModelConfig:
+    """Returns a family's small model with fewer channels, and padding rows in its vocabulary."""
+    small = RECIPES[f"{family}_small"]().model
+    return small.changed({"d_model": 32, "feed_forward.d_expert": 16, "vocab_size": 35})
+
+
+def publish(family: str, folder: Path) -> dict[str, Tensor]:
+    """Writes drawn weights and a tokenizer as a family's folder; returns the weights by our names."""
+    model = Transformer(model_of(family))
+    initialise(model, 5)
+    for buffer in model.buffers():
+        buffer.uniform_(-0.1, 0.1)
+    ours = {name: value.detach() for name, value in model.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces_of(FAMILY.get(family), model.config):
+        whole = tensors.setdefault(piece.key, torch.zeros(piece.shape))
+        whole[..., piece.phase :: piece.step] = cut(ours[piece.name], piece)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    written = FAMILY.get(family).write(model.config, 64) | {"eos_token_id": [2, 1]}
+    (folder / "config.json").write_text(json.dumps(written))
+    (folder / "LICENSE").write_text("as is")
+    words = {word: index for index, word in enumerate([*SPECIAL, *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    tokenizer.add_special_tokens([*SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return {f"model.{name}": value for name, value in ours.items()}
+
+
+@pytest.fixture(scope="module")
+def published(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+    """Returns a folder of each family, and its weights by our names."""
+    root = tmp_path_factory.mktemp("published")
+    return {family: (root / family, publish(family, root / family)) for family in FAMILIES}
+
+
+OWN = ("train.device=cpu", "train.micro_batch=2", "data.seq_len=32", "prepare.input=text.txt")
+
+
+def opened(folder: Path | str, run_dir: Path, *overrides: str) -> Config:
+    """Opens the folder of a run that starts from a published one."""
+    start = start_from(folder, "own_text", *OWN, *overrides)
+    open_run(start.config, run_dir, start.source)
+    return start.config
+
+
+# The same bits -----------------------------------------------------------------------------------
+
+
+def save_loaded(config: Config, run_dir: Path) -> None:
+    """Loads what the run starts from, and saves it before the first step."""
+    with assembled(config, run_dir) as run:
+        assert resume(run) is None
+        run.checkpoints.save(0, *state_tensors(run.model, run.optimizer), {})
+        run.checkpoints.wait()
+
+
+LAYOUTS = [
+    (1, ()),
+    (2, ("mesh.ep=2",)),
+    (4, ("mesh.ep=4",)),
+    (4, ("mesh.ep=2", "mesh.dp_shard=4", "mesh.sharding=fsdp")),
+    (2, ("mesh.dp_shard=2", "mesh.sharding=fsdp")),
+]
+CASES = [("qwen3_moe", *layout) for layout in LAYOUTS]
+CASES += [(family, *LAYOUTS[at]) for family in FAMILIES[1:] for at in (1, 3)]
+
+
+@pytest.mark.parametrize(("family", "world", "mesh"), CASES, ids=str)
+def test_every_layout_reads_the_same_bits(
+    family: str, world: int, mesh: tuple[str, ...], published: dict, tmp_path: Path
+) -> None:
+    folder, weights = published[family]
+    config = opened(folder, tmp_path / "run", *mesh)
+    run_ranks(save_loaded, world, config, tmp_path / "run")
+    assert different(newest_state(tmp_path / "run"), weights) == []
+
+
+def test_weights_take_the_precision_of_the_run(published: dict, tmp_path: Path) -> None:
+    folder, weights = published["deepseek_v3"]
+    config = opened(folder, tmp_path / "run", "mesh.ep=2", "train.precision=bfloat16_only")
+    run_ranks(save_loaded, 2, config, tmp_path / "run")
+    halved = {name: value.bfloat16() for name, value in weights.items()}
+    assert different(newest_state(tmp_path / "run"), halved) == []
+
+
+# Refused before anything is changed --------------------------------------------------------------
+
+
+def start_refused(config: Config, run_dir: Path) -> tuple[str, bool]:
+    """Returns the error of a rank's start, and whether its weights are as they were drawn."""
+    with assembled(config, run_dir) as run:
+        tensors, shards = model_tensors(run.model)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        with pytest.raises(CheckpointError) as refused:
+            load_start(run_dir, tensors, shards, run.mesh)
+        return str(refused.value), different(tensors, before) == []
+
+
+def test_ranks_refuse_a_folder_that_has_changed_or_does_not_cover_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    publish("qwen3_moe", folder)
+    config = opened(folder, tmp_path / "run", "mesh.ep=2")
+
+    def refusal() -> str:
+        (one, unchanged), other = run_ranks(start_refused, 2, config, tmp_path / "run")
+        assert other == (one, unchanged) == (one, True)
+        return one
+
+    source = read_source(tmp_path / "run")
+    assert source is not None
+    lacking = source.model_copy(update={"pieces": source.pieces[:-1] + source.pieces[-2:-1]})
+    (tmp_path / "run" / "source.json").write_text(lacking.as_text())
+    said = refusal()
+    assert "does not give every element of the model once" in said
+    assert "model.head.weight" in said
+    (tmp_path / "run" / "source.json").write_text(source.as_text())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    assert "has changed since this run was started with it" in refusal()
+    shutil.rmtree(folder)
+    assert "what this run starts from is not there" in refusal()
+
+
+def test_folders_that_cannot_start_a_run_are_refused(published: dict, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(published["qwen3_moe"][0], tmp_path / "folder"))
+
+    def refusal(*overrides: str) -> str:
+        with pytest.raises((ConfigError, CheckpointError, PluginError)) as refused:
+            start_from(folder, "own_text", *OWN, *overrides)
+        return str(refused.value)
+
+    assert "embedding is [35, 32] there and [36, 32] here" in refusal("model.vocab_size=36")
+    other = ("prepare.tokenizer=bytes", "prepare.vocab_size=257")
+    assert "vocab_size=35 is smaller than the 257 token ids" in refusal(*other)
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer that can be read; name that of its model" in refusal()
+    (folder / "config.json").write_text('{"model_type": "qwen4_moe"}')
+    assert "'qwen4_moe'" in refusal()
+    (folder / "config.json").unlink()
+    assert "is neither a run (checkpoints/), a checkpoint (manifest.json), nor" in refusal()
+
+
+# From a command to a finished run ----------------------------------------------------------------
+
+
+def trained(moebius: Any, folder: Path | str, run_dir: Path, *overrides: str) -> Answer:
+    text = write_paragraphs(run_dir.parent, paragraphs=60)
+    return moebius(
+        *("train", "--from", folder, "own_text", "--run-dir", run_dir, *OWN[:3]),
+        *(
+            f"prepare.input={text}",
+            "mesh.ep=2",
+            "mesh.dp_replicate=2",
+            "job.ranks_per_node=4",
+            "train.log_every=1",
+        ),
+        *("optim.warmup_steps=2", "train.eval_every=6", "train.steps=12", "checkpoint.every=4"),
+        *("optim.learning_rate=3e-3", "job.max_restarts=1", *overrides),
+    )
+
+
+@pytest.mark.parametrize("killed_at", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_folder_is_trained_killed_and_resumed_with_the_same_bits(
+    killed_at: int, moebius: Any, published: dict, tmp_path: Path
+) -> None:
+    folder, _ = published["qwen3_moe"]
+    for name, kill in (("whole", "none"), ("killed", killed_at)):
+        answer = trained(moebius, folder, tmp_path / name, f"job.rehearse_failure_at_step={kill}")
+        assert answer.code == 0, answer.text
+        assert f"started from {folder}, qwen3_moe (digest" in answer.text
+    losses = by_step(tmp_path / "whole", "eval")
+    assert losses[12]["loss"] < losses[0]["loss"] - 0.3
+    assert "restarts 1" in answer.text
+    assert different(*(newest_state(tmp_path / name) for name in ("whole", "killed"))) == []
+    kept = tmp_path / "whole" / SOURCE_FILES
+    for file in ("config.json", "tokenizer.json", "LICENSE"):
+        assert (kept / file).read_bytes() == (folder / file).read_bytes()
+    assert not (kept / "model.safetensors").exists()
+    again = trained(moebius, f"{tmp_path / 'whole'}@8", tmp_path / "next", "train.steps=2")
+    assert again.code == 0, again.text
+    assert (tmp_path / "next" / SOURCE_FILES / "LICENSE").exists()
+
+
+# The hub -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(published: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes a cache of the hub with one repository, without a network; returns its commit."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / commit
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(published["qwen3_moe"][0], repository / "blobs")
+    snapshot.mkdir(parents=True)
+    for file in (repository / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return commit
+
+
+def test_a_repository_of_the_hub_is_read_from_its_cache(
+    cached: str, published: dict, tmp_path: Path
+) -> None:
+    start: Start = start_from("hf://org/name", "own_text", *OWN)
+    assert start.source.given == f"hf://org/name@{cached}"
+    assert start_from(f"hf://org/name@{cached}", "own_text", *OWN).source == start.source
+    assert start.config.prepare.tokenizer == start.source.path
+    config = opened("hf://org/name", tmp_path / "run", "mesh.ep=2")
+    run_ranks(save_loaded, 2, config, tmp_path / "run")
+    assert different(newest_state(tmp_path / "run"), published["qwen3_moe"][1]) == []
+    for wrong in ("hf://org/other", "hf://org/name@v2"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be fetched .*check the name and your access"
+        ):
+            start_from(wrong, "own_text", *OWN)
+    with pytest.raises(ConfigError, match=r"write hf://org/name or hf://org/name@revision"):
+        start_from("hf://name", "own_text", *OWN)
