@@ -34,12 +34,7 @@ from ..distributed.checkpoint.atomic_directory import (
 )
 from ..distributed.checkpoint.format import step_name
 from ..distributed.checkpoint.pieces import require_safetensors
-from ..distributed.checkpoint.source import (
-    SOURCE,
-    SOURCE_FILES,
-    Source,
-    keep_small_files,
-)
+from ..distributed.checkpoint.source import SOURCE, SOURCE_FILES, Source, keep_small_files
 from ..distributed.parallelize import expert_names
 from ..model.config.attention_config import SwitchHeadConfig
 from ..model.config.model_config import ModelConfig
@@ -126,14 +121,12 @@ class Imported:
     run_dir: Path
     num_tensors: int
     num_parameters: int
-    ignored: tuple[str, ...] = ()
-    notes: str = ""  # lines
+    notes: str  # lines
 
     def __str__(self) -> str:
-        left_out = f"\n  ignored: {', '.join(self.ignored)}" if self.ignored else self.notes
         return (
             f"{self.run_dir}: {self.num_tensors} tensors, {self.num_parameters:,} parameters, as "
-            f"the checkpoint of step 0{left_out}"
+            f"the checkpoint of step 0{self.notes}"
         )
 
 
@@ -156,16 +149,18 @@ def import_published(
             model, or `out` exists.
     """
     refuse_existing(out)
-    tensors, ignored = _without(read_tensors(file), ignore)
-    weights = translate(tensors, config.model, origin=str(file))
+    tensors = read_tensors(file)
+    skipped = [key for key in tensors if any(fnmatch.fnmatchcase(key, each) for each in ignore)]
+    kept = {key: tensor for key, tensor in tensors.items() if key not in skipped}
+    weights = translate(kept, config.model, origin=str(file))
     with torch.device("meta"):
         model = Transformer(config.model)
     check_weights(weights, model, origin=str(file))
     dtype = stored_dtype(config.train.precision)
     state = {name: partial(tensor.to, dtype) for name, tensor in weights.items()}
-    _write_run(out, config, {name: tensor.shape for name, tensor in weights.items()}, state)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return Imported(out, len(weights), count, ignored)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    notes = f"\n  ignored: {', '.join(skipped)}" if skipped else ""
+    return _write_run(out, config, shapes, state, notes)
 
 
 def import_folder(
@@ -213,9 +208,7 @@ def import_folder(
         dequantised=plan.dequantised,
     )
     state = {each: partial(plan.tensor, each, dtype) for each in shapes}
-    _write_run(out, config, shapes, state, source)
-    count = sum(map(math.prod, shapes.values()))
-    return Imported(out, len(shapes), count, notes=str(plan))
+    return _write_run(out, config, shapes, state, str(plan), source)
 
 
 def _write_run(
@@ -223,8 +216,9 @@ def _write_run(
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
     state: Mapping[str, Callable[[], Tensor]],
+    notes: str,
     source: Source | None = None,
-) -> None:
+) -> Imported:
     """Writes a run at step 0, one tensor at a time; the optimizer has no state before a step."""
     with torch.device("meta"):
         banks = expert_names(Transformer(config.model))
@@ -234,8 +228,11 @@ def _write_run(
         "experts": {},
         "config": config.model_dump(mode="json"),
     }
-    size = stored_dtype(config.train.precision).itemsize
-    with atomic_directory(out, needed_bytes=size * sum(map(math.prod, shapes.values()))) as new:
+    count, size = (
+        sum(map(math.prod, shapes.values())),
+        stored_dtype(config.train.precision).itemsize,
+    )
+    with atomic_directory(out, needed_bytes=count * size) as new:
         config.save(new / "config.json")
         if source is not None:
             (new / SOURCE).write_text(source.as_text(), encoding="utf-8")
@@ -247,6 +244,7 @@ def _write_run(
             num_experts={f"model.{name}": shapes[name][0] for name in sorted(banks)},
             meta=meta,
         )
+    return Imported(out, len(shapes), count, notes)
 
 
 # Reading -------------------------------------------------------------------------------------------
@@ -302,16 +300,6 @@ def _read_pickle(file: Path) -> Any:
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         reason = str(error).partition(". ")[0] or "it ends too early"
         raise ConfigError(f"{file}: cannot be read as a torch.save file: {reason}") from error
-
-
-def _without(
-    tensors: Mapping[str, Tensor], patterns: Sequence[str]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Returns the tensors whose keys match no pattern, and the other keys."""
-    ignored = tuple(
-        key for key in tensors if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-    )
-    return {key: value for key, value in tensors.items() if key not in ignored}, ignored
 
 
 # Names ---------------------------------------------------------------------------------------------

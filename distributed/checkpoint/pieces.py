@@ -35,6 +35,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # that weigh
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _MOST_SMALL_BYTES = 2**28  # of a file that is copied along
 _MAPPED_BYTES = 2**26  # read through one mapping of a file before it is opened anew
+_METHODS = ("mxfp4", "fp8")  # of quantization_config
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SHOWN = 200  # characters of a foreign value in a message
 
@@ -150,6 +151,7 @@ class PublishedFolder:
         self._bytes: dict[str, bytes] = {}  # of all that the digest covers
         self.stored: dict[str, StoredKey] = {}
         self.config = self._json(CONFIG_FILE)
+        self._fp8_block = self._block_of_fp8()
         if path.is_file() or (self.path / ONE_FILE).exists():
             self._add(path.name if path.is_file() else ONE_FILE)
         else:
@@ -232,52 +234,53 @@ class PublishedFolder:
         """Returns the tensors under the keys of their values."""
         keys = dict(self.stored)
         for key, found in self.stored.items():
-            scale = self.stored.get(f"{key}_scale_inv")
             if key.endswith("_blocks"):
                 self._unpack_mxfp4(keys, key.removesuffix("_blocks"))
-            elif found.dtype == "F8_E4M3" and scale is not None:
-                self._check_fp8(key, scale)
-                del keys[f"{key}_scale_inv"]
-                keys[key] = StoredKey(found.file, "F32", found.shape, "fp8")
+            elif found.dtype == "F8_E4M3" and f"{key}_scale_inv" in keys:
+                self._unpack_fp8(keys, key)
         return keys
 
     def _unpack_mxfp4(self, keys: dict[str, StoredKey], key: str) -> None:
-        blocks, scales = self.stored[f"{key}_blocks"], self.stored.get(f"{key}_scales")
+        blocks, scales = keys.pop(f"{key}_blocks"), keys.pop(f"{key}_scales", None)
+        where = f"{self.path / blocks.file}: {_short(key)}_blocks"
         if scales is None:
-            raise CheckpointError(f"{self.path / blocks.file}: {key}_blocks has no {key}_scales")
+            raise CheckpointError(f"{where} has no {_short(key)}_scales")
         fits = len(blocks.shape) == 4 and blocks.shape[3] == 16 and blocks.shape[:3] == scales.shape
         if not fits or {blocks.dtype, scales.dtype} != {"U8"} or key in keys:
             raise CheckpointError(
-                f"{self.path / blocks.file}: {_short(key)}_blocks {list(blocks.shape)} and _scales "
-                f"{list(scales.shape)} are not MXFP4: uint8 of (E, out, in/32, 16) and (E, out, in/32)"
+                f"{where} {list(blocks.shape)} and _scales {list(scales.shape)} are not MXFP4: uint8 "
+                "of (E, out, in/32, 16) and (E, out, in/32)"
             )
-        del keys[f"{key}_blocks"], keys[f"{key}_scales"]
         experts, rows, columns, _ = blocks.shape
         keys[key] = StoredKey(blocks.file, "BF16", (experts, columns * 32, rows), "mxfp4")
 
-    @property
-    def _fp8_block(self) -> tuple[int, int]:
-        asked = self.config.get("quantization_config")
-        sizes = asked.get("weight_block_size") if isinstance(asked, dict) else None
-        sizes = [128, 128] if sizes is None else sizes
-        if (
-            not isinstance(sizes, list)
-            or len(sizes) != 2
-            or any(type(n) is not int or n < 1 for n in sizes)
-        ):
-            raise CheckpointError(
-                f"{self.path / CONFIG_FILE}: weight_block_size={sizes!r:.{_SHOWN}} is not two sizes"
-            )
-        return (sizes[0], sizes[1])
-
-    def _check_fp8(self, key: str, scale: StoredKey) -> None:
-        found = self.stored[key]
+    def _unpack_fp8(self, keys: dict[str, StoredKey], key: str) -> None:
+        found, scale = keys[key], keys.pop(f"{key}_scale_inv")
         wanted = [-(-n // b) for n, b in zip(found.shape, self._fp8_block, strict=False)]
         if len(found.shape) != 2 or [*scale.shape] != wanted or scale.dtype != "F32":
             raise CheckpointError(
                 f"{self.path / scale.file}: {_short(key)}_scale_inv is {scale.dtype} of shape "
                 f"{list(scale.shape)}; {list(found.shape)} needs float32 of {wanted}"
             )
+        keys[key] = StoredKey(found.file, "F32", found.shape, "fp8")
+
+    def _block_of_fp8(self) -> list[int]:
+        """Returns the sizes of the blocks with one scale, if the packed format is known."""
+        asked = self.config.get("quantization_config") or {}
+        asked = asked if isinstance(asked, dict) else {"quant_method": asked}
+        method = asked.get("quant_method")
+        if asked and method not in _METHODS:
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE}: quantization_config.quant_method={method!r:.{_SHOWN}} "
+                f"is not read; only {' and '.join(_METHODS)} are"
+            )
+        block = asked.get("weight_block_size") or [128, 128]
+        is_list = isinstance(block, list) and len(block) == 2
+        if not is_list or any(type(n) is not int or n < 1 for n in block):
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE}: weight_block_size={block!r:.{_SHOWN}} is not two sizes"
+            )
+        return block
 
     def check(self, pieces: Sequence[Piece]) -> None:
         """Checks that the folder has the tensors of all pieces, with their shapes and dtypes.

@@ -21,7 +21,6 @@ from .family import Family, Rule
 from .glm import GLM4
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE_SHARED
-from .keys import UnfitError
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
 from .qwen import QWEN2, QWEN3
@@ -36,7 +35,6 @@ FAMILY = Registry(
 )
 _INV_FREQ = r"rotary_emb\.inv_freq$"
 _ROWS = 4096  # of embedding and head that are compared at a time
-_METHODS = ("mxfp4", "fp8")  # of quantization_config
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,6 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
     name = family or str(folder.config.get("model_type"))
     found: Family = FAMILY.get(name)
     try:
-        check_quantisation(folder.config)
         model, notes = found.read(folder.config)
         if model.num_layers > len(folder.keys):
             raise ConfigError(
@@ -214,18 +211,3 @@ def _is_tied(key: str, folder: PublishedFolder, family: Family, pieces: list[Pie
         if not torch.equal(*(folder.read(piece, (row, 0), sizes).float() for piece in both)):
             return False
     return True
-
-
-def check_quantisation(config: Mapping[str, object]) -> None:
-    """Refuses packed weights of an unknown format.
-
-    Raises:
-        UnfitError: names the format.
-    """
-    asked = config.get("quantization_config")
-    method = asked.get("quant_method") if isinstance(asked, dict) else asked
-    if asked is not None and method not in _METHODS:
-        raise UnfitError(
-            f"quantization_config.quant_method={method!r:.200} is not read; only "
-            f"{' and '.join(_METHODS)} are"
-        )

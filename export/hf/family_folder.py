@@ -6,13 +6,11 @@ byte for byte, config.json follows the original, and tensors have the dtypes tha
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,25 +35,18 @@ class Origin:
     folder: Path  # of the small files that were kept; it may not exist
     model: ModelConfig
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Returns the names of the kept files, config.json too; none: the run began without."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else ()
-        return tuple(sorted(name for name in names if name != DTYPES_FILE))
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """Returns the kept files by name, config.json too; none: the run began without."""
+        return {path.name: path.read_bytes() for path in sorted(self.folder.glob("*"))}
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
         """Returns the dtypes of the published tensors that are unlike most, and of "most"."""
-        if not (self.folder / DTYPES_FILE).is_file():
+        if DTYPES_FILE not in self.files:
             return {"most": "float32"}
-        found = json.loads((self.folder / DTYPES_FILE).read_bytes())
+        found = json.loads(self.files[DTYPES_FILE])
         return {**found["others"], "most": found["most"]}
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Returns the folder's config.json; empty: there is none."""
-        file = self.folder / CONFIG_FILE
-        return json.loads(file.read_bytes()) if file.is_file() else {}
 
     def dtype_of(self, piece: Piece) -> torch.dtype:
         """Returns the dtype of a published tensor in the folder, whatever its name was there."""
@@ -106,7 +97,11 @@ def family_config(
     origin: Origin, dtype: Precision | None, max_positions: int, end_id: int | None
 ) -> str:
     """Returns config.json: the original with what has changed, or a new one in both dialects."""
-    family, model, values = origin.family, origin.model, dict(origin.config)
+    family, model, values = (
+        origin.family,
+        origin.model,
+        json.loads(origin.files.get(CONFIG_FILE, b"{}")),
+    )
     if not values:
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids
@@ -126,5 +121,5 @@ def family_config(
 
 def original_files(origin: Origin) -> dict[str, bytes]:
     """Returns the files that the folder of origin had beside weights and config.json."""
-    names = (name for name in origin.files if name != CONFIG_FILE)
-    return {name: (origin.folder / name).read_bytes() for name in names}
+    own = (CONFIG_FILE, DTYPES_FILE)
+    return {name: data for name, data in origin.files.items() if name not in own}

@@ -219,7 +219,6 @@ def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None
         ("deepseek_v3", {"rope_interleave": "no"}, "rope_interleave='no' must be a bool"),
         ("deepseek_v2", {"topk_method": "noisy"}, "'noisy' is none of"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not computed"),
-        ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "'awq' is not read"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -227,12 +226,6 @@ def test_what_is_not_computed_is_refused_by_name(
 ) -> None:
     family = FAMILY.get(name)
     config = config_in(folder_of(f"hf_{name}_a")) | change
-    if "quantization_config" in change:
-        from moebius.export.families.table import check_quantisation
-
-        with pytest.raises(UnfitError, match=message):
-            check_quantisation(config)
-        return
     with pytest.raises(UnfitError, match=message):
         family.read(config)
 

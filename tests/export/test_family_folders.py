@@ -385,6 +385,16 @@ def test_from_the_command_line(tmp_path: Path, moebius: Callable[..., Any]) -> N
 # Packed formats ----------------------------------------------------------------------------------
 
 
+def test_an_unknown_packed_format_is_refused_by_name(tmp_path: Path) -> None:
+    folder = copied("hf_mixtral_a", tmp_path)
+    for method in ({"quant_method": "awq"}, "awq"):
+        changed_config(folder, quantization_config=method)
+        with pytest.raises(CheckpointError, match="'awq' is not read; only mxfp4 and fp8 are"):
+            open_family(folder)
+    changed_config(folder, quantization_config="fp8")
+    assert open_family(folder).dequantised == ()
+
+
 def test_mxfp4_is_read_to_the_recorded_values_block_by_block() -> None:
     folder = PublishedFolder(folder_of("hf_folders_a/gpt_oss_mxfp4"))
     plan = open_family(folder_of("hf_folders_a/gpt_oss_mxfp4"))
