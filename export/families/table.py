@@ -54,9 +54,8 @@ class FolderPlan:
         """Reads a whole tensor of the model."""
         tensor = torch.zeros(shapes_of(self.model)[name], dtype=dtype)
         for piece in self.by_name.get(name, ()):
-            block_of(tensor, piece.start, piece.sizes).copy_(
-                self.folder.read(piece, piece.start, piece.sizes)
-            )
+            region = piece.start, piece.sizes
+            block_of(tensor, *region).copy_(self.folder.read(piece, *region))
         return tensor
 
     @cached_property
@@ -77,7 +76,7 @@ class FolderPlan:
 
 
 def open_family(path: Path, family: str | None = None) -> FolderPlan:
-    """Opens a published folder and checks that it is whole, without reading weights.
+    """Opens a published folder and checks that it is whole; reads weights only of a tied head.
 
     Args:
         path: a folder with config.json, or its file of weights.
@@ -103,7 +102,9 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
         raise ConfigError(f"{folder.path}: {error}") from None
     zeros = tuple(name for name in shapes_of(model) if name.endswith(found.zeros))
     packed = tuple(key for key, stored in folder.keys.items() if stored.packed)
-    return FolderPlan(folder, name, model, pieces, ignored, zeros, packed, tuple(notes))
+    return FolderPlan(
+        folder, name, model, pieces, ignored, zeros, packed, tuple(dict.fromkeys(notes))
+    )
 
 
 def family_of(model: ModelConfig, family: str | None = None) -> Family | None:
