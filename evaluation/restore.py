@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data_pipeline.manifest import is_prepared
+from ..data_pipeline.tokenizers.hub import open_tokenizer
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..distributed.checkpoint.format import find_checkpoint
@@ -111,14 +112,18 @@ def refuse_pairs(restored: Restored) -> None:
 
 
 def tokenizer_of_run(restored: Restored) -> Tokenizer:
-    """Returns the tokenizer that a run was trained with.
+    """Returns the tokenizer that a run was trained with, or that its prepared data would have.
 
     Raises:
         ValueError: it is missing or has another vocabulary.
     """
     directory, model = restored.config.data.directory, restored.config.model
-    num_ids = restored.config.prepare.num_token_ids
-    tokenizer = prepared_tokenizer(directory)
+    prepare, num_ids = restored.config.prepare, restored.config.prepare.num_token_ids
+    if prepare.loads_tokenizer and not is_prepared(directory):  # as after `moebius ckpt import`
+        directory = prepare.tokenizer
+        tokenizer = open_tokenizer(directory, end_of_document=prepare.end_of_document)
+    else:
+        tokenizer = prepared_tokenizer(directory)
     if tokenizer.vocab_size > min(model.vocab_size, num_ids):
         raise ConfigError(
             f"{directory}: its tokenizer has {tokenizer.vocab_size} ids, but the run was trained "

@@ -382,6 +382,16 @@ def test_from_the_command_line(tmp_path: Path, moebius: Callable[..., Any]) -> N
     assert "name the recipe of its model" in answer.text
 
 
+def test_an_imported_run_writes_text_before_any_data_is_prepared(
+    tmp_path: Path, moebius: Callable[..., Any]
+) -> None:
+    asked = ("ckpt", "import", str(folder_of("hf_mixtral_a")), "--run-dir", str(tmp_path / "run"))
+    assert moebius(*asked).code == 0
+    answer = moebius("eval", str(tmp_path / "run"), "--prompt", "ab ba", "--tokens", "5")
+    assert answer.code == 0, answer.text
+    assert answer.out.startswith("ab ba")
+
+
 # Packed formats ----------------------------------------------------------------------------------
 
 
