@@ -52,10 +52,10 @@ def names_to_export(name: str) -> set[str]:
         return {str(key) for key in file["names"]}
 
 
-def model_of(plan: FolderPlan, **changes: Any) -> Transformer:
+def model_of(plan: FolderPlan, *, backend: str = "auto", **changes: Any) -> Transformer:
     """Builds the model of a folder with its weights; `changes` are dotted keys with __."""
     config = plan.model.changed({key.replace("__", "."): value for key, value in changes.items()})
-    model = Transformer(config)
+    model = Transformer(config, backend=backend)
     state = {name: plan.tensor(name, torch.float32) for name in shapes_of(plan.model)}
     model.load_state_dict(state)
     return model.eval()

@@ -64,9 +64,10 @@ def published_gradients(model: Transformer, family: Family) -> Iterator[tuple[st
 
 @pytest.mark.needs_shared
 @pytest.mark.parametrize("name", RECORDED)
-def test_loss_and_all_gradients_are_the_recorded_ones(name: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", "segments", "reference"])  # auto: the CPU kernels
+def test_loss_and_all_gradients_are_the_recorded_ones(name: str, backend: str) -> None:
     recorded = arrays_of(name)
-    model = recorded_model(name, feed_forward__router__balance=0.0)
+    model = recorded_model(name, backend=backend, feed_forward__router__balance=0.0)
     out = trained_pass(model, recorded["ids"], recorded["labels"], None)
     mean = out.cross_entropy / (recorded["labels"][:, 1:] >= 0).sum()
     near(mean.detach(), recorded["ce"], GRADIENTS)
