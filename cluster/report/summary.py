@@ -57,7 +57,8 @@ def closing_words(
     title = Text.assemble((status.state.value, style), words, no_wrap=True, overflow="ignore")
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(status, history, picture):
-        table.add_row(Text(name, style="dim"), Text(value))  # causes hold [brackets]
+        # causes hold [brackets], and paths must not lose their ends
+        table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
     parts: list[Any] = [title, Padding(table, (0, 0, 0, 2))]
     if status.state in (State.FAILED, State.LOST):
         parts += [Padding(part, (0, 0, 0, 2)) for part in _explain(status, told=words)]

@@ -281,8 +281,11 @@ def _fused_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Stands for torch's choice of a kernel, which it makes by asking the device."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     bias = attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)

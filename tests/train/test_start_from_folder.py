@@ -210,7 +210,8 @@ def test_a_folder_is_trained_killed_and_resumed_with_the_same_bits(
     for name, kill in (("whole", "none"), ("killed", killed_at)):
         answer = trained(moebius, folder, tmp_path / name, f"job.rehearse_failure_at_step={kill}")
         assert answer.code == 0, answer.text
-        assert f"started from {folder}, qwen3_moe (digest" in answer.text
+        assert "started from" in answer.text
+        assert f"{folder}, qwen3_moe (digest".replace(" ", "") in answer.text.replace(" ", "")
     losses = by_step(tmp_path / "whole", "eval")
     assert losses[12]["loss"] < losses[0]["loss"] - 0.3
     assert "restarts 1" in answer.text
