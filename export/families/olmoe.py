@@ -1,13 +1,38 @@
 """OLMoE (arXiv 2409.02060)."""
 
+from typing import Any
+
 from . import family as f
-from .keys import Key, Only, Rotary
+from .keys import Dotted, Key, Only, Own, Reader, Rotary, UnfitError
+
+
+def _read_width(reader: Reader) -> dict[str, Any]:
+    names = ("hidden_size", "num_attention_heads", "head_dim")
+    _check_width(*(reader.take(name, int) for name in names))
+    return {}
+
+
+def _write_width(model: Dotted) -> dict[str, Any]:
+    names = ("d_model", "attention.num_heads", "attention.d_head")
+    _check_width(*(model[name] for name in names))
+    return {}
+
+
+def _check_width(d_model: int, num_heads: int, d_head: int) -> None:
+    """Refuses what the class cannot build: its norms of queries and keys are as wide as the stream."""
+    if num_heads * d_head != d_model:
+        raise UnfitError(
+            f"head_dim={d_head} with num_attention_heads={num_heads}: OLMoE needs heads of "
+            f"hidden_size={d_model} channels together"
+        )
+
 
 OLMOE = f.Family(
     ("olmoe",),
     "OlmoeForCausalLM",
     parts=(
         *f.DENSE_ATTENTION,
+        Own(_read_width, _write_width),
         *f.TOKEN_CHOICE,
         f.QKVO_BIAS,
         f.RENORMALISE,

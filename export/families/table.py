@@ -72,6 +72,7 @@ class FolderPlan:
         unpacked = f"dequantised: {some_of(self.dequantised)}" if self.dequantised else ""
         weight = getattr(self.model.experts and self.model.experts.router, "balance", 0.0)
         balance = f"balancing loss: {weight} per layer (balance_pool=true: as transformers)"
+        balance = balance if weight else ""
         return "".join(f"\n  {line}" for line in (*self.notes, balance, ignored, unpacked) if line)
 
 
