@@ -251,9 +251,6 @@ def start_from(
 ) -> Start:
     """Returns a run that starts from given weights, for `fit` and `submit`, like `--from`.
 
-        start = moebius.start_from("runs/a", "smoke", "optim.learning_rate=1e-4")
-        moebius.fit(start, "runs/b")
-
     It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
 
     Args:
@@ -447,11 +444,8 @@ def submit(
     """
     config, run_dir, source = _placed(config, run_dir)
     console = Console(quiet=not show)
-    return _ended(
-        submitting.submit(
-            config, run_dir, address=address, detach=detach, source=source, console=console
-        )
-    )
+    given = {"address": address, "detach": detach, "source": source, "console": console}
+    return _ended(submitting.submit(config, run_dir, **given))
 
 
 def resume(

@@ -163,7 +163,7 @@ class Key:
         return {self.ours: self.choices[value]}
 
     def write(self, model: Dotted) -> dict[str, Any]:
-        """Returns the published value."""
+        """Returns the published key with the value of ours."""
         value = model[self.ours]
         if self.choices is None:
             return {self.name: value}
@@ -181,7 +181,7 @@ class Only:
     value: Any
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """Refuses another value."""
+        """Refuses any other value of the key."""
         reader.known.add(self.name)
         found = reader.values.get(self.name, self.value)
         if found != self.value and (_means(found) or _means(self.value)):
@@ -192,7 +192,7 @@ class Only:
         return {}
 
     def write(self, model: Dotted) -> dict[str, Any]:
-        """Returns the one value."""
+        """Returns the key with its one value."""
         return {self.name: self.value}
 
 
@@ -312,7 +312,7 @@ class Rotary:
         return found
 
     def write(self, model: Dotted) -> dict[str, Any]:
-        """Returns both dialects."""
+        """Returns the positions in both dialects."""
         base, yarn = model["attention.positions.base"], model["attention.positions.yarn"]
         width, d_head = model["attention.positions.width"], model["attention.d_head"]
         share = {} if self.share == 1 else {"partial_rotary_factor": width / d_head}

@@ -277,7 +277,7 @@ class MLAConfig(AttentionConfig):
 
     @property
     def rotary(self) -> RotaryConfig:
-        """Returns how positions rotate."""
+        """Returns how the rotated channels turn with the position."""
         return self.positions
 
     @property
