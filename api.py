@@ -251,6 +251,9 @@ def start_from(
 ) -> Start:
     """Returns a run that starts from given weights, for `fit` and `submit`, like `--from`.
 
+        start = moebius.start_from("runs/a", "smoke", "optim.learning_rate=1e-4")
+        moebius.fit(start, "runs/b")
+
     It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
 
     Args:
@@ -262,9 +265,6 @@ def start_from(
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
         family: of a folder: `module:name` of your own family.
         values: as for `recipe`.
-
-    Returns:
-        `.config`, and `.source`, which the run folder's source.json will hold.
 
     Raises:
         ConfigError: there is no such source, or the configuration does not fit its weights.
