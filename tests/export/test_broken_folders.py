@@ -380,6 +380,6 @@ def differs(wrong: Family, family: Family, config: dict[str, Any], part: Any) ->
     """Returns whether a family reads another model, also with other values of the part's key."""
     name = getattr(part, "name", "")
     values = [True, 3, 0.5, "no", getattr(part, "value", None)] if name else []
-    windowed = {"use_sliding_window": True, "sliding_window": 5}
-    configs = [config, config | windowed, *(config | {name: value} for value in values)]
+    awkward = [{}, {"use_sliding_window": True, "sliding_window": 5}, {"head_dim": 2}]
+    configs = [config | changes for changes in (*awkward, *({name: value} for value in values))]
     return any(outcome(wrong, each) != outcome(family, each) for each in configs)
