@@ -30,7 +30,7 @@ from ..data_pipeline.files import write_atomically
 from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
-from ..train.optim import schedule_notes
+from ..train.config.schedule import schedule_notes
 from ..train.record.run_folder import Source, check_data, open_run, read_source
 from ..train.record.untrusted import read_text
 from .job import (

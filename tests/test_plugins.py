@@ -43,7 +43,8 @@ from moebius.model.initialise import ones, parameter
 from moebius.model.layers import LayerNorm
 from moebius.model.routers.router import Router, RouterConfig
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
-from moebius.train.optim import cosine_rate, make_optimizer
+from moebius.train.optim import make_optimizer
+from moebius.train.config.schedule import cosine_rate
 
 def squared_relu(z):
     return z.relu().square()

@@ -6,8 +6,7 @@
 
 The hooks (hooks.py) run at every step boundary: log, move experts, save, evaluate. Every rank
 runs this code. Decisions (to skip an update, to stop, to save) use numbers that are equal on
-all ranks, so no rank ever enters a collective alone. `cluster/` starts the ranks, on one machine or
-on many nodes.
+all ranks, so no rank ever enters a collective alone. `cluster/` starts the ranks.
 """
 
 import time
@@ -25,6 +24,7 @@ from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
 from ..model.execution.precision import forward_in, products_dtype
 from .config.run_config import Config
+from .config.schedule import learning_rate_at
 from .hooks import HOOKS, evaluate_run, finish, is_logged
 from .loss import micro_batch_loss
 from .metrics.run_lines import write_start
@@ -37,7 +37,7 @@ from .micro_batches import (
     options_of_passes,
     split_batch,
 )
-from .optim import learning_rate_at, set_rates
+from .optim import set_rates
 from .rank_data import next_batch, open_loader
 from .record.heartbeat import PhaseClock, open_heartbeat
 from .run import OpenRun, Run, StepResult, assemble, resume

@@ -35,8 +35,8 @@ from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.model.transformer import Transformer
 from moebius.train import loop
 from moebius.train.config.run_config import Config
+from moebius.train.config.schedule import learning_rate_at
 from moebius.train.loop import step
-from moebius.train.optim import learning_rate_at
 from moebius.train.rank_data import open_loader
 
 

@@ -28,10 +28,11 @@ from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
 from ...plugins import runs_near
-from ..optim import OPTIMIZER, SCHEDULE, OptimConfig
+from ..optim import OPTIMIZER, OptimConfig
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .job_config import JobConfig
+from .schedule import SCHEDULE
 from .train_config import TrainConfig
 from .validation import validated
 
