@@ -34,7 +34,7 @@ def draw(results: Results) -> bytes:
     heights = [curves_height, 0.55 + 0.3 * len(others)] if others else [curves_height]
     figure = new_figure(sum(heights) + 0.5)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    _curves(panels[0], results)
+    curves(panels[0], results)
     if others:
         _differences(panels[1], results, others)
     file = results.file
@@ -52,7 +52,7 @@ def _style(results: Results, name: str) -> tuple[str, str, str]:
     return colour, marker, "-" if number < len(PALETTE) else "--"
 
 
-def _curves(panel: Any, results: Results) -> None:
+def curves(panel: Any, results: Results) -> None:
     """Draws mean and range of the validation loss, from the first tenth of the steps on."""
     most = max(arm.arm.size.tokens for arm in results.arms)
     unit, unit_name = (1e6, "millions") if most >= 2e6 else (1e3, "thousands")

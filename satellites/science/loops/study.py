@@ -1,11 +1,12 @@
-"""Holds what both studies share: their report, finished runs, training until an interruption."""
+"""Holds what studies share: their command and report, finished runs, training until an interruption."""
 
+import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -14,8 +15,9 @@ import moebius
 from ..compare.file import ComparisonFile
 from ..compare.results import RunResult, read_run
 from ..compare.statistics import interval
-from ..compare.tables import Table
+from ..compare.tables import Table, markdown
 from ..compare_command import Request, train
+from ..files import write_whole
 
 COMPARISONS = Path(__file__).parents[1] / "comparisons"
 INTERRUPTED = 130
@@ -32,6 +34,46 @@ class Report:
     picture: bytes | None  # PNG
 
 
+class Study(Protocol):
+    """Trains the runs of a protocol, and reports what has finished of them."""
+
+    @property
+    def folder(self) -> Path:
+        """Returns where its runs and its report are."""
+        ...
+
+    def train(self, console: Console) -> int:
+        """Trains what is missing; returns an exit code."""
+        ...
+
+    def report(self) -> Report:
+        """Returns what has finished."""
+        ...
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what every study takes from the command line."""
+    parser.add_argument("folder", type=Path, help="of all runs and of the report")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; default: %(default)s")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+
+
+def carry_out(study: Study, name: str, *, only_report: bool) -> int:
+    """Trains a study, and writes and prints its report, NAME.md and NAME.png; the exit code."""
+    console, folder = Console(), study.folder
+    code = 0 if only_report else study.train(console)
+    found = study.report()
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"## {table.title}\n\n{markdown(table)}" for table in found.tables]
+    words = "\n\n".join([*parts, found.words]).strip() + "\n"
+    write_whole(folder / f"{name}.md", words.encode())
+    if found.picture:
+        write_whole(folder / f"{name}.png", found.picture)
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
 def finished(request: Request) -> list[RunResult]:
     """Returns the figures of all runs that have finished."""
     return [found for run in request.runs if (found := read_run(run)) is not None]
@@ -41,11 +83,14 @@ def best_rates(
     sweep: Mapping[float, Request], cost: Callable[[RunResult], Any]
 ) -> dict[str, float]:
     """Returns the learning rate of the lowest cost, by arm; nothing until all runs have finished."""
-    found = {rate: {r.arm: cost(r) for r in finished(each)} for rate, each in sweep.items()}
-    arms = {run.arm for each in sweep.values() for run in each.runs}
-    if any(arms != set(by_arm) for by_arm in found.values()):
+    found = {rate: finished(each) for rate, each in sweep.items()}
+    if any(len(found[rate]) < len(each.runs) for rate, each in sweep.items()):
         return {}
-    return {arm: min(found, key=lambda rate: found[rate][arm]) for arm in arms}
+    costs: dict[str, dict[float, Any]] = defaultdict(dict)
+    for rate, runs in found.items():
+        for run in runs:
+            costs[run.arm][rate] = cost(run)
+    return {arm: min(by_rate, key=by_rate.__getitem__) for arm, by_rate in costs.items()}
 
 
 def with_rates(file: ComparisonFile, rates: Mapping[str, float]) -> ComparisonFile:

@@ -1,0 +1,35 @@
+"""The measures of the optimizer study, on made-up curves."""
+
+import pytest
+
+from moebius_science.compare.results import RunResult
+from moebius_science.optimizers import RATES, beyond, doublings, steps_to
+
+
+def run(*losses: float) -> RunResult:
+    """Returns a run that was evaluated every 10 steps."""
+    curve = [(10 * place, loss) for place, loss in enumerate(losses, 1)]
+    return RunResult("arm", 0, 10 * len(losses), losses[-1], curve, 0.1, 1.0, {}, ("c",))
+
+
+def test_steps_to_a_loss_are_of_the_first_time_and_between_evaluations():
+    curve = run(4.0, 3.0, 3.5, 2.0).curve
+    assert steps_to(curve, 3.25) == pytest.approx(17.5)
+    assert steps_to(curve, 3.0) == 20
+    assert steps_to(curve, 4.5) == 10  # not before the first evaluation
+    with pytest.raises(ValueError, match=r"1.9 is below all of the curve's 4 points"):
+        steps_to(curve, 1.9)
+
+
+def test_doublings_swap_their_sign_with_the_arms():
+    fast, slow = run(4.0, 3.0, 2.5, 2.0), run(5.0, 4.0, 3.5, 3.0)
+    assert doublings(fast, slow) == -1  # 20 of 40 steps
+    assert doublings(slow, fast) == 1
+    assert doublings(slow, slow) == 0
+
+
+def test_only_arms_that_are_best_at_an_edge_get_a_rate_beyond_it():
+    first, second, *_, last = RATES
+    found = beyond({"low": first, "inside": second, "high": last, "also_high": last})
+    assert found == {first / 2: ["low"], last * 2: ["high", "also_high"]}
+    assert beyond({}) == {}
