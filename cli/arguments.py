@@ -75,9 +75,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="start_from",
         metavar="SOURCE",
-        help="start a new run from weights: a run (its newest checkpoint), RUN@STEP, a checkpoint, a "
-        "published folder, or hf://org/name@revision; the recipe then gives everything but the model "
-        "(default: the run's own configuration; own_text for a folder)",
+        help="start a new run from weights: a run (its newest checkpoint), a checkpoint, a published "
+        "folder, or hf://org/name@revision; the recipe then gives everything but the model (default: "
+        "the run's own configuration; own_text for a folder). RUN@STEP branches off a run, with its "
+        "optimizer state and data, and new rates",
     )
     parser.add_argument(
         "--family", metavar="MODULE:NAME", help="with --from FOLDER: a family of your own"

@@ -138,7 +138,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> None:
     if step is not None:
         words = f"continues from the checkpoint of step {step:,}, to step {config.train.steps:,}"
     elif source is not None:
-        words = f"starts from {source.words()}"
+        words = source.words()
     if is_known or step is not None or source is not None:
         console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
 

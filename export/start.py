@@ -1,12 +1,13 @@
 """Starts a run from weights that exist: what `--from` names, as a source and a configuration.
 
     runs/a                     the newest checkpoint of a run
-    runs/a@step_00000100       that of a step; runs/a@100 is the same
     runs/a/checkpoints/…       a checkpoint
+    runs/a@step_00000100       a step to branch off at; runs/a@100 is the same
     folder                     published weights of a known family, with config.json
     hf://org/name@revision     such a folder on the Hugging Face hub
 
-The new run has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
+The new run has the source's model and tokenizer, and its own data, schedule, optimizer and mesh. A
+branch goes on with all of its trunk's state, and only its learning rate and the like are its own.
 Everything is checked here, before a run folder or a rank exists.
 """
 
@@ -27,8 +28,10 @@ from ..model.config.model_config import ModelConfig
 from ..plugins import runs_near, some_of
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
+from ..train.config.schedule import learning_rate_at
 from ..train.config.validation import validated
 from ..train.recipes.smoke import RECIPES
+from ..train.record.run_folder import check_branch
 from ..train.record.untrusted import read_text
 from .families.table import open_family, shapes_of
 
@@ -68,6 +71,7 @@ class _Found:
     recipe: str  # to use if none is named
     recipes: Mapping[str, Callable[[], Config]]
     notes: tuple[str, ...] = ()
+    trunk: Config | None = None  # of a branch
 
 
 def start_from(
@@ -78,10 +82,10 @@ def start_from(
     draw_anew: Sequence[str] = (),
     family: str | None = None,
 ) -> Start:
-    """Returns what a new run starts from, and its configuration.
+    """Returns what a new run starts or branches from, and its configuration.
 
     Args:
-        given: a run, RUN@STEP, a checkpoint, a published folder, or hf://org/name[@revision].
+        given: a run, RUN@STEP to branch off there, a checkpoint, a published folder, or hf://org/name[@revision].
         name: a recipe or a TOML file, for everything but the model; None: the run's own
             configuration, or own_text.
         overrides: `section.key=value`; those of the model may change no parameter that is loaded.
@@ -90,12 +94,14 @@ def start_from(
 
     Raises:
         ConfigError: there is nothing of this name, or the configuration or its tokenizer does not fit
-            the weights.
+            the weights, or the trunk of a branch.
         CheckpointError: the run has no such checkpoint, or its files are damaged.
     """
     found, is_named = _found(given, family), name is not None
     name = name or found.recipe
     recipes = found.recipes if name == found.recipe else _recipes(name)
+    if found.trunk is not None:
+        return _branch(found.source, found.trunk, resolve(name, overrides, recipes), draw_anew)
     config = resolve(name, overrides, recipes, start=found.sections)
     source = _with_tokenizer(_fitted(found, config.model, draw_anew), config)
     _check_tokenizer(config, source, found.sections)
@@ -191,7 +197,7 @@ def _found_checkpoint(path: Path, step: int | None) -> _Found:
     config = validated(Config, meta["config"], origin=recipe)
     data = (meta.get("data") or {}).get("spec", {})
     source = Source(
-        kind="checkpoint",
+        kind="checkpoint" if step is None else "branch",
         given=f"{path}" if step is None else f"{path}@{step}",
         path=str(checkpoint),
         step=stored.meta.step,
@@ -203,7 +209,10 @@ def _found_checkpoint(path: Path, step: int | None) -> _Found:
         for name, tensor in stored.index.tensors.items()
         if name.startswith("model.")
     }
-    return _Found(source, weights, _sections_of(config), recipe, {recipe: lambda: config})
+    trunk = None if step is None else config
+    return _Found(
+        source, weights, _sections_of(config), recipe, {recipe: lambda: config}, trunk=trunk
+    )
 
 
 def _sections_of(config: Config) -> StartSections:
@@ -215,6 +224,40 @@ def _sections_of(config: Config) -> StartSections:
         tokenizer["vocab_size"] = config.model.vocab_size
     plain = config.model_dump(mode="json")
     return StartSections(plain["model"], tokenizer, plain["prepare"])
+
+
+def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[str]) -> Start:
+    """Returns a run that goes on from a step of another, with its data.
+
+    Raises:
+        ConfigError: it would end before it begins, or change what only another run may.
+    """
+    name, step = f"--from {source.given}", source.step or 0
+    if draw_anew:
+        raise ConfigError(
+            f"{name}: a branch draws nothing anew; start a new run from the weights alone: --from "
+            f"{source.path} --draw-anew {draw_anew[0]}"
+        )
+    check_branch(trunk.model_dump(mode="json"), config, name, trunk=Path(source.path))
+    if config.train.steps <= step:
+        raise ConfigError(
+            f"{name}: train.steps={config.train.steps} counts from the trunk's first step, and the "
+            f"branch goes on after step {step}: set, for example, train.steps={2 * step}"
+        )
+    directory = config.data.directory or trunk.data.directory
+    data = config.data.model_copy(update={"directory": directory})
+    return Start(config.model_copy(update={"data": data}), source, _rate_notes(trunk, config, step))
+
+
+def _rate_notes(trunk: Config, config: Config, step: int) -> tuple[str, ...]:
+    """Says so if a branch's first learning rate is not that of its trunk."""
+    own, before = (
+        learning_rate_at(one.optim.over(one.train.steps), step) for one in (config, trunk)
+    )
+    if own == before:
+        return ()
+    words = f"the branch's learning rate begins at {own:.3g}, and its trunk's would go on at "
+    return (f"{words}{before:.3g}",)
 
 
 # Fitting ------------------------------------------------------------------------------------------

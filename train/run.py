@@ -35,7 +35,7 @@ from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
-from .record.run_folder import check_same_run, end_is_asked
+from .record.run_folder import check_branch, check_same_run, end_is_asked
 from .state import (
     TrainingProgress,
     allocate_moments,
@@ -244,7 +244,7 @@ def check_generation(run_dir: Path) -> int:
 def resume(run: Run) -> Resumed | None:
     """Restores the newest whole checkpoint of the run folder, or loads what the run starts from.
 
-    Sets newer damaged checkpoints aside.
+    Sets newer damaged checkpoints aside. A branch without a checkpoint restores its trunk's.
 
     Returns:
         What it found; None: the run starts from the beginning.
@@ -253,16 +253,17 @@ def resume(run: Run) -> Resumed | None:
         CheckpointError: no checkpoint is whole and fits; on all ranks.
         ConfigError: it is of a run that computes something else; on all ranks.
     """
-    found = run.checkpoints.newest_whole()
-    if found is None:
-        return load_start(run.run_dir, *model_tensors(run.model), run.mesh)
-    if (run.run_dir / "config.json").exists():  # a run, which continues only with its own settings
+    own = run.checkpoints.newest_whole()
+    if (found := own or load_start(run.run_dir, *model_tensors(run.model), run.mesh)) is None:
+        return None
+    saved = found.meta.meta["config"] | {"data": {}, "prepare": {}}  # the loader compares these
+    if own is None:
+        check_branch(saved, run.config, str(run.run_dir), trunk=found.path)
+    elif (run.run_dir / "config.json").exists():  # a run continues only with its own settings
         remedy = "restore this run's own, or delete it and resume from the one before it"
-        saved = found.meta.meta["config"] | {"data": {}, "prepare": {}}  # the loader compares these
         check_same_run(saved, run.config, found.path, remedy=remedy)
     meta = _load_state(run, found)
-    set_aside = run.checkpoints.adopt(found)
-    return Resumed(meta["data"], set_aside, was_fetched=found.fetched_for is not None)
+    return Resumed(meta["data"], run.checkpoints.adopt(found), found.fetched_for is not None)
 
 
 def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:

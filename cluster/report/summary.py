@@ -78,7 +78,7 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
     if status.restarts:
         rows.append(("restarts", _restarts(status, history)))
     if status.source is not None:
-        rows.append(("started from", status.source))
+        rows.append(("start", status.source))
     rows.append(("run folder", str(status.run_dir)))
     if picture is not None:
         rows.append(("picture", str(picture)))

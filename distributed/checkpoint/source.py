@@ -2,7 +2,8 @@
 
 `source.json` in the run folder records it. It is written before the ranks start and decides for every
 start before the run's first checkpoint, so a run that is killed before it starts from the same bits.
-Only weights are loaded: the optimizer, the schedule and the data begin anew.
+Only weights are loaded: the optimizer, the schedule and the data begin anew. A branch instead goes on
+from a step of another run, its trunk, with all of its state.
 
 A rank reads only the blocks of a published folder that it stores, one at a time, so it never holds more
 than its share of the model and one tensor. `pieces` say where they are; no family is known here.
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # commands read source.json without DTensor's import of half 
     from ..local_shard import LocalShard
     from ..mesh import Mesh
     from .pieces import Piece
+    from .recovery import WholeCheckpoint
 
 SOURCE = "source.json"
 SOURCE_FILES = "source"
@@ -46,7 +48,7 @@ class Source(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["checkpoint", "folder"]
+    kind: Literal["checkpoint", "folder", "branch"]  # branch: a checkpoint with all of its state
     given: str  # what the user named, with an absolute path
     path: str  # of the checkpoint or the folder, absolute
     step: int | None = None  # of a checkpoint
@@ -60,9 +62,10 @@ class Source(BaseModel):
     pieces: tuple[Any, ...] = ()  # of a folder: rows of `pieces_to_json`
 
     def words(self) -> str:
-        """Describes the source in one line."""
+        """Says in one line what the run starts or branches from."""
+        verb = "branches" if self.kind == "branch" else "starts"
         what = self.family if self.step is None else f"step {self.step:,}"
-        words = f"{self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
+        words = f"{verb} from {self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
         told = {"dequantised": self.dequantised, "drawn anew": self.drawn, "ignored": self.ignored}
         lists = (f"; {what}: {some_of(names, most=80)}" for what, names in told.items() if names)
         return words + "".join(lists)
@@ -74,9 +77,9 @@ class Source(BaseModel):
         return "{\n " + ",\n ".join(lines) + "\n}\n"
 
     def is_like(self, other: "Source") -> bool:
-        """Returns whether both name the same weights and draw the same parameters anew."""
+        """Returns whether both take the same from the same, and draw the same parameters anew."""
         same = self.given == other.given or self.digest == other.digest
-        return same and self.drawn == other.drawn
+        return same and (self.kind, self.drawn) == (other.kind, other.drawn)
 
 
 def read_source(run_dir: Path) -> Source | None:
@@ -113,8 +116,11 @@ def keep_small_files(source: Source, run_dir: Path) -> None:
 
 def load_start(
     run_dir: Path, tensors: Mapping[str, Tensor], shards: "Mapping[str, LocalShard]", mesh: "Mesh"
-) -> None:
+) -> "WholeCheckpoint | None":
     """Fills this rank's weights from what source.json names, if the run has one. Collective.
+
+    Returns:
+        Of a branch, its trunk's checkpoint, verified, from which nothing is loaded yet; else None.
 
     Raises:
         CheckpointError: on all ranks, which then have changed nothing: as for `load_source`, or the
@@ -132,8 +138,22 @@ def load_start(
             f"{run_dir / SOURCE}: rank {other[0]} sees another file than rank 0; the run folder must "
             "be the same on every node"
         )
-    if own[0] is not None:
-        load_source(own[0], tensors, shards, mesh)
+    source = own[0]
+    if source is not None and source.kind == "branch":
+        return _trunk_of(source, mesh)
+    if source is not None:
+        load_source(source, tensors, shards, mesh)
+    return None
+
+
+def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
+    """Verifies every byte of the checkpoint that a branch goes on from. Collective."""
+    from .loading import check_for_all
+    from .recovery import WholeCheckpoint
+
+    together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
+    path = Path(source.path)
+    return WholeCheckpoint(path, check_for_all(path, mesh.world_group), damaged=())
 
 
 def load_source(

@@ -15,11 +15,12 @@ from world import run_ranks
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint import source as module
-from moebius.distributed.checkpoint.format import CheckpointError
+from moebius.distributed.checkpoint.format import CheckpointError, latest, read_meta
 from moebius.distributed.checkpoint.source import SOURCE, Source, load_start, read_source
 from moebius.export.start import start_from
 from moebius.train import loop
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.schedule import learning_rate_at
 from moebius.train.record.run_folder import open_run
 from moebius.train.run import resume
 from moebius.train.state import model_tensors, state_tensors
@@ -100,7 +101,7 @@ def test_weights_take_the_precision_of_the_run(
 
 def test_a_run_has_its_own_rate_data_and_steps(trained: Path, data: Path, tmp_path: Path) -> None:
     config = config_of(shards_of_words(tmp_path, 90), mesh={"ep": 2}, **OWN_SETTINGS)
-    config = opened(f"{trained}@2", config, tmp_path / "run")
+    config = opened(trained / "checkpoints" / "step_00000002", config, tmp_path / "run")
     assert config.model == MODEL
     run_ranks(run_training, 2, config, tmp_path / "run")
     steps = by_step(tmp_path / "run")
@@ -203,20 +204,141 @@ def test_a_run_with_steps_keeps_its_source_and_a_new_one_takes_another(
 ) -> None:
     run_dir = tmp_path / "run"
     config = config_of(data)
-    sources: list[Source | None] = [start_from(f"{trained}{at}").source for at in ("", "@2")]
+    at_steps = [trained / "checkpoints" / f"step_0000000{step}" for step in (2, 4)]
+    sources: list[Source | None] = [start_from(str(at)).source for at in (trained, at_steps[0])]
     for source in (*sources, None, sources[0]):  # no step was made yet
         open_run(config, run_dir, source)
         assert read_source(run_dir) == source
     (run_dir / "checkpoints" / "step_00000002").mkdir(parents=True)
-    for source in (None, sources[0], start_from(f"{trained}@step_00000004").source):
+    for source in (None, sources[0], start_from(str(at_steps[1])).source):
         open_run(config, run_dir, source)
         assert read_source(run_dir) == sources[0]
     with pytest.raises(
-        ConfigError, match=r"started from .*run, step 4 \(.*, not from .*run@2, ste"
+        ConfigError, match=r"starts from .*run, step 4 \(.*, not one that starts from .*02, step 2"
     ):
         open_run(config, run_dir, sources[1])
-    with pytest.raises(ConfigError, match=r"holds a run that started from drawn weights, not from"):
+    branch = start_from(f"{trained}@step_00000002", None, ["train.steps=9"]).source
+    with pytest.raises(ConfigError, match=r"not one that branches from .*run@2, step 2 \(digest "):
+        open_run(config, run_dir, branch)
+    with pytest.raises(ConfigError, match=r"starts from drawn weights, not one that starts from"):
         open_run(config_of(data, mesh={"ep": 2}), trained, sources[0])
+
+
+# Branches ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """Returns the folder of a run of 12 steps on two ranks, with checkpoints of steps 6 and 12."""
+    run_dir = tmp_path_factory.mktemp("trunk") / "run"
+    mesh = {"ep": 2, "rebalance_every": 2}
+    train = {"steps": 12, "skip_spikes": 8, "eval_every": 12}
+    config = config_of(data, mesh=mesh, train=train, checkpoint__every=6)
+    open_run(config, run_dir)
+    run_ranks(run_training, 2, config, run_dir)
+    return run_dir
+
+
+def branched(trunk: Path, run_dir: Path, *overrides: str) -> Config:
+    start = start_from(f"{trunk}@6", None, overrides)
+    open_run(start.config, run_dir, start.source)
+    return start.config
+
+
+def meta_of(run_dir: Path) -> dict[str, Any]:
+    """Returns what the newest checkpoint knows beside tensors and the configuration."""
+    path = latest(run_dir / "checkpoints")
+    assert path is not None
+    return read_meta(path).meta | {"config": None}
+
+
+def test_a_branch_with_its_trunks_rates_has_its_trunks_bits(trunk: Path, tmp_path: Path) -> None:
+    config = branched(trunk, tmp_path / "run")
+    run_ranks(run_training, 2, config, tmp_path / "run")
+    assert different(newest_state(tmp_path / "run"), newest_state(trunk)) == []
+    assert meta_of(tmp_path / "run") == meta_of(trunk)
+    assert [*by_step(tmp_path / "run")] == [7, 8, 9, 10, 11, 12]
+    assert [*by_step(tmp_path / "run", "eval")] == [12]
+    for name in ("loss", "learning_rate", "digest", "tokens"):
+        assert column(tmp_path / "run", name) == column(trunk, name)[6:]
+    assert lines(tmp_path / "run", "start")[0]["resumed_from_step"] == 6
+
+
+def test_a_killed_branch_decays_over_its_trunks_samples_from_the_same_bits(
+    trunk: Path, tmp_path: Path
+) -> None:
+    for name in ("whole", "killed"):
+        config = branched(trunk, tmp_path / name, "optim.decay_steps=9", "train.steps=13")
+    run_ranks(killed_after_the_first_step, 2, config, tmp_path / "killed")
+    for name in ("whole", "killed"):
+        run_ranks(run_training, 2, config, tmp_path / name)
+    whole, killed = (newest_state(tmp_path / name) for name in ("whole", "killed"))
+    assert different(whole, killed) == []
+    assert column(tmp_path / "whole") == column(tmp_path / "killed")
+    assert column(tmp_path / "whole", "digest")[:6] == column(trunk, "digest")[6:]
+    assert column(tmp_path / "whole")[0] == column(trunk)[6]
+    rates = [learning_rate_at(config.optim.over(13), step) for step in range(6, 13)]
+    assert column(tmp_path / "whole", "learning_rate") == rates
+    assert rates[-1] < rates[0] < column(trunk, "learning_rate")[6]
+
+
+def save_branched(config: Config, run_dir: Path) -> None:
+    """Restores what a branch goes on from, and saves it before the first step."""
+    with assembled(config, run_dir) as run:
+        found = resume(run)
+        assert found is not None
+        assert run.progress.step == 6
+        meta = {"progress": run.progress.as_dict(), "data": found.position}
+        run.checkpoints.save(6, *state_tensors(run.model, run.optimizer), meta)
+        run.checkpoints.wait()
+
+
+@pytest.mark.parametrize(("world", "mesh"), [LAYOUTS[at] for at in (0, 2, 4, 6)], ids=str)
+def test_a_branch_restores_all_of_its_trunks_state_on_every_layout(
+    world: int, mesh: dict[str, Any], trunk: Path, tmp_path: Path
+) -> None:
+    changes = {"rebalance_every": 0, "ep": 1} | mesh
+    config = branched(trunk, tmp_path / "run", *(f"mesh.{k}={v}" for k, v in changes.items()))
+    run_ranks(save_branched, world, config, tmp_path / "run")
+    shutil.copytree(
+        trunk / "checkpoints" / "step_00000006", tmp_path / "at/checkpoints/step_00000006"
+    )
+    assert different(newest_state(tmp_path / "run"), newest_state(tmp_path / "at")) == []
+    found, expected = meta_of(tmp_path / "run"), meta_of(tmp_path / "at")
+    assert found == {key: expected[key] for key in found}
+
+
+def refused_branch(config: Config, run_dir: Path) -> str:
+    with assembled(config, run_dir) as run, pytest.raises(ConfigError) as refused:
+        resume(run)
+    return str(refused.value)
+
+
+def test_a_branch_that_changes_more_than_its_rates_is_refused(
+    trunk: Path, data: Path, tmp_path: Path
+) -> None:
+    def refusal(*overrides: str, **options: Any) -> str:
+        with pytest.raises(ConfigError) as refused:
+            start_from(f"{trunk}@6", None, overrides, **options)
+        return str(refused.value)
+
+    weights = f"--from {trunk}/checkpoints/step_00000006"
+    words = refusal("train.seed=9", "optim.kind=my:one", "model.norm=pre", "optim.beta2=0.9")
+    assert words == (
+        f"--from {trunk}@6: a branch goes on with its trunk's model, data and optimizer, and here "
+        "differ model.norm: the run has 'peri', now 'pre'; optim.kind: the run has 'adamw', now "
+        "'my:one'; train.seed: the run has 0, now 9; leave them as they are there, or start a new "
+        f"run from the weights alone: {weights}"
+    )
+    assert "prepare.input: the run has" in refusal("prepare.input=a.txt")
+    assert "goes on after step 6: set, for example, train.steps=12" in refusal("train.steps=6")
+    assert f"alone: {weights} --draw-anew head*" in refusal(draw_anew=["head*"])
+    (note,) = start_from(f"{trunk}@6", None, ["optim.learning_rate=1e-3"]).notes
+    assert note.startswith("the branch's learning rate begins at 0.00")
+    config = branched(trunk, tmp_path / "run")
+    seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": 9})})
+    for found in run_ranks(refused_branch, 2, seeded, tmp_path / "run"):
+        assert "train.seed: the run has 0, now 9" in found
 
 
 # What fits ---------------------------------------------------------------------------------------

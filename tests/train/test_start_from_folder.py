@@ -210,7 +210,7 @@ def test_a_folder_is_trained_killed_and_resumed_with_the_same_bits(
     for name, kill in (("whole", "none"), ("killed", killed_at)):
         answer = trained(moebius, folder, tmp_path / name, f"job.rehearse_failure_at_step={kill}")
         assert answer.code == 0, answer.text
-        assert "started from" in answer.text
+        assert "starts from" in answer.text
         assert f"{folder}, qwen3_moe (digest".replace(" ", "") in answer.text.replace(" ", "")
     losses = by_step(tmp_path / "whole", "eval")
     assert losses[12]["loss"] < losses[0]["loss"] - 0.3
@@ -220,7 +220,8 @@ def test_a_folder_is_trained_killed_and_resumed_with_the_same_bits(
     for file in ("config.json", "tokenizer.json", "LICENSE"):
         assert (kept / file).read_bytes() == (folder / file).read_bytes()
     assert not (kept / "model.safetensors").exists()
-    again = trained(moebius, f"{tmp_path / 'whole'}@8", tmp_path / "next", "train.steps=2")
+    source = tmp_path / "whole" / "checkpoints" / "step_00000008"
+    again = trained(moebius, source, tmp_path / "next", "train.steps=2")
     assert again.code == 0, again.text
     assert (tmp_path / "next" / SOURCE_FILES / "LICENSE").exists()
 

@@ -110,10 +110,10 @@ def _check_same_source(asked: Source | None, run_dir: Path) -> None:
         return
     before = read_source(run_dir)
     if before is None or not asked.is_like(before):
-        started = "drawn weights" if before is None else before.words()
+        begins = "starts from drawn weights" if before is None else before.words()
         raise ConfigError(
-            f"{run_dir}: holds a run that started from {started}, not from {asked.words()}; choose a "
-            "new folder, or leave --from out to continue the run"
+            f"{run_dir}: holds a run that {begins}, not one that {asked.words()}; choose a new "
+            "folder, or leave --from out to continue the run"
         )
 
 
@@ -132,7 +132,10 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
     if (source := read_source(run_dir)) is not None and source.tokenizer is not None:
         check_meaning(data.directory, {"spec": {"tokenizer_sha256": source.tokenizer}})
     with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
-        if (newest := latest(run_dir / "checkpoints")) is not None:
+        newest = latest(run_dir / "checkpoints")
+        if newest is None and source is not None and source.kind == "branch":
+            newest = Path(source.path)
+        if newest is not None:
             position = read_meta(newest).meta.get("data")
     if position:
         check_meaning(data.directory, position)
@@ -197,6 +200,35 @@ def check_same_run(
     Raises:
         ConfigError: they differ in a key that a continued run may not change; with `remedy`.
     """
+    if found := _differences(before, asked):
+        raise ConfigError(f"{where}: holds another run ({found}); {remedy}")
+
+
+def check_branch(
+    before: Mapping[str, Mapping[str, Any]], asked: Config, name: str, *, trunk: Path
+) -> None:
+    """Refuses a branch that changes more than a continued run may, and the numbers of `optim`.
+
+    Args:
+        before: the trunk's configuration, as JSON values.
+        asked: the branch's.
+        name: what the user calls the branch.
+        trunk: the checkpoint that it goes on from.
+
+    Raises:
+        ConfigError: they differ in another key.
+    """
+    kept = {key: value for key, value in before["optim"].items() if key == "kind"}
+    if found := _differences({**before, "optim": kept}, asked):
+        raise ConfigError(
+            f"{name}: a branch goes on with its trunk's model, data and optimizer, and here differ "
+            f"{found}; leave them as they are there, or start a new run from the weights alone: "
+            f"--from {trunk}"
+        )
+
+
+def _differences(before: Mapping[str, Mapping[str, Any]], asked: Config) -> str:
+    """Lists the keys that a continued run may not change and that differ; "" if there are none."""
     differences, now = [], asked.model_dump(mode="json")
     for section, values in before.items():
         for key, value in values.items():
@@ -205,10 +237,7 @@ def check_same_run(
             may_change = section in _SECTIONS_THAT_MAY_CHANGE or name in _KEYS_THAT_MAY_CHANGE
             if not (may_change or is_of_data):
                 differences += _differing(name, value, now[section].get(key, value))
-    if differences:
-        raise ConfigError(
-            f"{where}: holds another run ({some_of(differences, between='; ', most=500)}); {remedy}"
-        )
+    return some_of(differences, between="; ", most=500) if differences else ""
 
 
 def _differing(name: str, before: Any, now: Any) -> Iterator[str]:
