@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class ExpertMLPs(nn.Module):
     Biases exist only with `bias_inits`.
     """
 
+    roles: ClassVar = {"w_up": "bank", "w_down": "bank", "b_up": "vector", "b_down": "vector"}
+
     def __init__(
         self,
         num_experts: int,
@@ -37,6 +40,7 @@ class ExpertMLPs(nn.Module):
         self.own_activation = activation_function(activation) if is_own(activation) else None
         self.products_dtype: torch.dtype | None = None
         columns = columns_of(d_expert, activation)
+        self.maps = {"w_up": columns // d_expert}
         self.w_up = parameter(num_experts, d_model, columns, init=up_init)
         self.w_down = parameter(num_experts, d_expert, d_model, init=down_init)
         self.b_up = (
@@ -96,6 +100,8 @@ class ExpertMLPs(nn.Module):
 
 class ExpertLinears(nn.Module):
     """Holds E matrices without bias, W[e]ᵀ x."""
+
+    roles: ClassVar = {"weight": "bank"}
 
     def __init__(
         self, num_experts: int, d_in: int, d_out: int, *, backend: str, init: Initializer

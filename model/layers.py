@@ -1,6 +1,6 @@
 """Small parts: norms, matrices, the dense feed-forward, rotary positions."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,8 @@ class Linear(nn.Module):
     `init` draws the weight, `bias_init` the bias, which starts at 0 by default.
     """
 
+    roles: ClassVar = {"weight": "matrix"}  # model/roles.py
+
     def __init__(
         self,
         d_in: int,
@@ -108,6 +110,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = parameter(d_out, d_in, init=init)
         self.bias = parameter(d_out, init=bias_init) if bias else None
+        self.maps: dict[str, int] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (…, d_in) to (…, d_out)."""
@@ -130,7 +133,9 @@ class DenseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activate = activation_function(activation)
-        self.up = Linear(d_model, columns_of(d_hidden, activation), init=up_init, bias=bias)
+        columns = columns_of(d_hidden, activation)
+        self.up = Linear(d_model, columns, init=up_init, bias=bias)
+        self.up.maps = {"weight": columns // d_hidden}
         self.down = Linear(d_hidden, d_model, init=down_init, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,6 +90,8 @@ class Transformer(nn.Module):
 
     Parameters have no values until `initialise` (model/initialise.py) or a checkpoint fills them.
     """
+
+    roles: ClassVar = {"embedding": "table", "position_embedding": "table"}
 
     def __init__(self, config: ModelConfig, *, backend: str = "auto") -> None:
         super().__init__()

@@ -5,35 +5,66 @@ attributes, because importing its class takes 0.3 s, a third of what torch takes
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..model.loops.program import WITHOUT_DECAY
-from ..plugins import PluginError, Registry
+from ..model.roles import KINDS, Role, roles_of
+from ..plugins import PluginError, Registry, is_own, some_of
 from .config.schedule import ScheduleConfig
+
+if TYPE_CHECKING:
+    from ..distributed.mesh import Mesh
 
 # The function is defined below; `OptimConfig` needs only its name.
 OPTIMIZER = Registry(
     "optim.kind",
     "an optimizer",
-    {"adamw": lambda named, config: make_optimizer(config, named)},
+    dict.fromkeys(["adamw", "muon"]),
     "a function of (named parameters, OptimConfig) that returns a torch.optim.Optimizer",
     settings=True,
     takes=2,
 )
 
 
+class MuonConfig(BaseModel):
+    """Configures Muon, which updates matrices under optim.kind=muon; AdamW updates the rest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
+    """What an orthogonal update is multiplied by, beside the rate: with "match_rms_adamw"
+    0.2·√max(out, in), so that AdamW's rates and decay fit (arXiv 2502.16982); with "spectral" √max(1,
+    out / in), whose rates are about 0.02 (Jordan)."""
+
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Peak rate of matrices; none: `optim.learning_rate`, which all other parameters have."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the momentum, which is Nesterov's."""
+
+    steps: PositiveInt = 5
+    """Newton–Schulz iterations that make a matrix orthogonal."""
+
+    routers: bool = False
+    """Updates routers by Muon, too."""
+
+    cautious: bool = False
+    """Decays only weights whose update has their sign (arXiv 2510.12402)."""
+
+
 class OptimConfig(ScheduleConfig):
-    """Configures AdamW, warm-up and cosine; every default is from the MoEUT paper."""
+    """Configures the optimizer and the schedule; every default is from the MoEUT paper."""
 
     kind: Annotated[str, OPTIMIZER] = "adamw"
-    """The optimizer."""
+    """The optimizer: AdamW for all parameters, or Muon for matrices."""
+
+    muon: MuonConfig = MuonConfig()
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
@@ -45,20 +76,56 @@ class OptimConfig(ScheduleConfig):
     """Added to the root of AdamW's second moment."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decay of all parameters, norms and biases included; of Parcae's injection of none."""
+    """Decay per step, times the rate; never of Parcae's injection."""
+
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What decays: all parameters, norms and biases included, or only the matrices of attention,
+    feed-forwards, experts, routers and the head."""
+
+    embedding_rate: float = Field(default=1.0, ge=0)
+    """Factor of the embedding's rate."""
+
+    head_rate: float = Field(default=1.0, ge=0)
+    """Factor of the head's rate; a tied head has the embedding's."""
+
+    router_rate: float = Field(default=1.0, ge=0)
+    """Factor of the routers' rate."""
 
     clip_norm: float = Field(default=0.25, gt=0)
     """Largest global norm of the gradient, over all parameters of all ranks."""
 
+    @model_validator(mode="after")
+    def _check_muon(self) -> Self:
+        if self.kind != "muon" and self.muon != MuonConfig():
+            changed = self.muon.model_dump(exclude_defaults=True)
+            raise ValueError(
+                f"optim.muon={changed} with optim.kind={self.kind!r}, which does not read it: set "
+                'optim.kind="muon", or leave optim.muon out'
+            )
+        return self
 
-def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+
+def optimizer_of(
+    config: OptimConfig, model: nn.Module, mesh: "Mesh | None" = None
+) -> torch.optim.Optimizer:
     """Builds the configured optimizer over all parameters of a model.
 
+    Args:
+        config: of the optimizer.
+        model: the model, or this rank's part of it.
+        mesh: the ranks that share Muon's work; None: this process has the whole model.
+
     Raises:
-        PluginError: a user's own function returns no optimizer, or omits parameters.
+        PluginError: a user's own function returns no optimizer, or omits parameters; or a user's own
+            module does not say what its parameters are.
     """
-    named = list(model.named_parameters())
-    optimizer = OPTIMIZER.get(config.kind)(named, config)
+    named, build = list(model.named_parameters()), OPTIMIZER.get(config.kind)
+    if is_own(config.kind):
+        optimizer = build(named, config)
+    elif config.kind == "muon":
+        optimizer = _make_muon(config, named, known_roles(config, model), mesh)
+    else:
+        optimizer = make_optimizer(config, named, roles=known_roles(config, model))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PluginError(
             f"optim.kind: {config.kind} returned a {type(optimizer).__name__}: it must return a "
@@ -128,8 +195,67 @@ def _others(group: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in group.items() if key not in ours and isinstance(one, plain)}
 
 
+def known_roles(config: OptimConfig, model: nn.Module) -> dict[str, Role]:
+    """Returns the role of every parameter of a model.
+
+    Raises:
+        PluginError: the configuration depends on roles, and a parameter has none.
+    """
+    roles = roles_of(model)
+    unknown = [name for name, role in roles.items() if role.kind == "unknown"]
+    needed = {"optim.kind=muon": config.kind == "muon"}
+    needed["optim.weight_decay_on=matrices"] = config.weight_decay_on == "matrices"
+    for what, is_needed in needed.items():
+        if unknown and is_needed:
+            path, _, name = unknown[0].rpartition(".")
+            kind = type(model.get_submodule(path)).__name__
+            raise PluginError(
+                f"{what} does not know {some_of(unknown)}: say in the class {kind} what its parameters "
+                f'are, roles = {{"{name}": "matrix"}} ({", ".join(KINDS)}), or use optim.kind=adamw with '
+                "optim.weight_decay_on=all"
+            )
+    return roles
+
+
+def _make_muon(
+    config: OptimConfig,
+    named: Iterable[tuple[str, Parameter]],
+    roles: dict[str, Role],
+    mesh: "Mesh | None",
+) -> torch.optim.Optimizer:
+    """Builds Muon for matrices, and AdamW for all others."""
+    from .muon import Muon  # imports DTensor
+
+    own, others = dict[float, list[Parameter]](), list[tuple[str, Parameter]]()
+    parts = {"body", "router"} if config.muon.routers else {"body"}
+    for name, parameter in named:
+        role = roles[name]
+        if role.is_matrix and role.part in parts:
+            own.setdefault(_rate_factor(config, role), []).append(parameter)
+        else:
+            others.append((name, parameter))
+    peak = config.muon.learning_rate or config.learning_rate
+    settings = config.muon.model_dump(include={"momentum", "steps", "scale", "cautious"})
+    settings["weight_decay"] = config.weight_decay
+    return Muon(
+        [{"params": group, "lr": peak * factor, **settings} for factor, group in own.items()],
+        {parameter: roles[name] for name, parameter in named},
+        make_optimizer(config, others, roles=roles),
+        mesh,
+    )
+
+
+def _rate_factor(config: OptimConfig, role: Role) -> float:
+    factors = {"embedding": config.embedding_rate, "head": config.head_rate}
+    return (factors | {"router": config.router_rate}).get(role.part, 1.0)
+
+
 def make_optimizer(
-    config: OptimConfig, named: Iterable[tuple[str, Parameter]], *, fused: bool | None = None
+    config: OptimConfig,
+    named: Iterable[tuple[str, Parameter]],
+    *,
+    roles: Mapping[str, Role] | None = None,
+    fused: bool | None = None,
 ) -> torch.optim.AdamW:
     """Builds AdamW, whose moments have the parameters' dtype.
 
@@ -139,6 +265,7 @@ def make_optimizer(
     Args:
         config: of the optimizer.
         named: the parameters to update, with their names.
+        roles: what they are; None: matrices, which all decay.
         fused: update each parameter in one kernel, which rounds in another order; otherwise about
             ten operations over all tensors of a group do, and the host reads every tensor's step
             count. None: on GPUs, and on CPUs where the bits do not depend on the layout.
@@ -146,13 +273,16 @@ def make_optimizer(
     groups: dict[Any, list[Parameter]] = {}
     for name, parameter in named:
         mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
-        decay = 0.0 if name in WITHOUT_DECAY else config.weight_decay
+        role = Role("body", "matrix") if roles is None else roles[name]
+        decays = role.decays and (role.is_matrix or config.weight_decay_on == "all")
         in_one = _rounds_alike_anywhere(parameter) if fused is None else fused
-        groups.setdefault((mesh, decay, in_one), []).append(parameter)
+        key = (mesh, decays * config.weight_decay, in_one, _rate_factor(config, role))
+        groups.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
         [
             {"params": group, "weight_decay": decay, "fused": in_one, "foreach": not in_one}
-            for (_, decay, in_one), group in groups.items()
+            | {"lr": config.learning_rate * factor}
+            for (_, decay, in_one, factor), group in groups.items()
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),

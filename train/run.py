@@ -163,7 +163,7 @@ def assemble(
     if config.train.compile:
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model) | depth_facts(config))
-    optimizer = optimizer_of(config.optim, model)
+    optimizer = optimizer_of(config.optim, model, mesh)
     copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last
     checkpoints = Checkpointer(
         run_dir / "checkpoints",

@@ -7,6 +7,7 @@ heads of queries, V of keys and values, C channels of a head, A experts of a hea
 """
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ class RotaryAttention(Attention):
 
     The scale of the scores is split over q and k, which keeps low-precision products in range.
     """
+
+    roles: ClassVar = {"qk_bias": "vector"}
 
     def __init__(self, config: ModelConfig, *, init: Initializer, backend: str) -> None:
         super().__init__(config.attention)

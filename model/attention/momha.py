@@ -18,6 +18,8 @@ model width, E experts, K experts of a token, H heads of an expert, C channels o
 distances.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +39,8 @@ from .base import Attention, DepthContext
 
 class MoMHA(Attention):
     """Attends with experts on Q and O, which share one routing."""
+
+    roles: ClassVar = {"relative": "vector"}
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         super().__init__(config.attention)

@@ -30,12 +30,6 @@ _FREQUENCIES = 8  # of r/R and of 1/R, π·2⁰ … π·2⁷
 _WITHIN = math.erf(3 / math.sqrt(2))  # of a uniform number that becomes the starting noise
 _START_DECAY = math.sqrt(1 / 5)  # of the state per loop, at the start (Parcae)
 
-# Parameters without weight decay: Parcae's A, Δ, B and C.
-WITHOUT_DECAY = frozenset(
-    f"loops.injection.{name}"
-    for name in ("rate_bias", "step_bias", "input.weight", "output.weight")
-)
-
 
 class Injection(nn.Module):
     """Combines the state with the injected input at the start of a loop.
@@ -81,6 +75,8 @@ class DecayInjection(Injection):
     The coda reads C·s. B and C start as the identity, A at 0, and Δ so that a loop keeps √(1/5) of
     the state (Parcae, arXiv 2604.12946). None of the four has weight decay.
     """
+
+    decays = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ def test_groups_keep_the_ratio_of_their_rates() -> None:
 def test_every_parameter_decays_except_those_of_parcaes_injection() -> None:
     model = tiny_model("parcae_small")
     config = OptimConfig(weight_decay=0.5, learning_rate=0.1)
-    optimizer = make_optimizer(config, model.named_parameters())
+    optimizer = optimizer_of(config, model)
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)

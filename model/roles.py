@@ -1,0 +1,75 @@
+"""What each parameter does in a model, as its module says: its optimizer's rule, rate and decay follow.
+
+A module's place names the part that it belongs to: a router, a gate, a norm, the head. Within the body its
+class names what its parameters are, in `roles`. The number of dimensions decides nothing, because an embedding
+and a router have two as well.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Part = Literal["body", "embedding", "head", "router", "gate", "norm"]
+Kind = Literal["matrix", "bank", "table", "vector", "unknown"]
+KINDS = ("matrix", "bank", "table", "vector")
+# What halts, injects, conditions and closes heads multiplies little, and is read as a gate is.
+_GATES = ("gate", "halting", "injection", "condition")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a parameter is.
+
+    A "matrix" (out, in) multiplies rows, a "bank" (E, in, out) holds one for each expert, the rows of a
+    "table" are looked up, and a "vector" scales or shifts.
+    """
+
+    part: Part
+    kind: Kind
+    maps: int = 1  # matrices side by side along the outputs: 2 for gate | up
+    decays: bool = True  # False: never, as its paper says
+
+    @property
+    def is_matrix(self) -> bool:
+        """Returns whether it multiplies rows on their way to the logits, or to a router's."""
+        return self.kind in ("matrix", "bank") and self.part in ("body", "head", "router")
+
+
+def roles_of(model: nn.Module) -> dict[str, Role]:
+    """Returns the role of every parameter by its name, whatever the layout has left of it here."""
+    decays_by_path = {"": True}
+    found: dict[str, Role] = {}
+    for path, module in model.named_modules():
+        owner, part = path.rpartition(".")[0], _part_of(path)
+        decays = decays_by_path.get(owner, True) and getattr(module, "decays", True)
+        decays_by_path[path] = decays
+        maps = getattr(module, "maps", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            kind = _kind_of(module, name, part, parameter.ndim)
+            own = "embedding" if kind == "table" else part
+            key = f"{path}.{name}" if path else name
+            found[key] = Role(own, kind, maps.get(name, 1), decays)
+    return found
+
+
+def _part_of(path: str) -> Part:
+    names = path.split(".")
+    if names[0] == "head":
+        return "head"
+    for ending, part in (("router", "router"), ("norm", "norm"), *((gate, "gate") for gate in _GATES)):
+        if any(name.endswith(ending) for name in names):
+            return part
+    return "body"
+
+
+def _kind_of(module: nn.Module, name: str, part: Part, num_dims: int) -> Kind:
+    """Returns what a parameter is; a user's own router, gate or norm need not say it."""
+    roles = getattr(module, "roles", {})
+    if name in roles:
+        return roles[name]
+    if isinstance(module, nn.Linear):  # in a user's own part
+        return "matrix" if name == "weight" else "vector"
+    if num_dims < 2 or part == "norm":
+        return "vector"
+    return "unknown" if part == "body" else "matrix"

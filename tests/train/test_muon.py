@@ -1,0 +1,293 @@
+"""Muon: the recorded steps, one bit pattern on every layout, and what belongs to it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family import MODELS, tiny_config, tiny_model
+from meshes import model_on
+from shared import shared_folder
+from small_model import ODD, TINY
+from torch import Tensor, nn
+from world import run_ranks
+
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.local_shard import local_shard_of, local_tensor
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.placement.balance_load import packed
+from moebius.distributed.placement.move import expert_maps_of, move_experts
+from moebius.distributed.process.process import start_process
+from moebius.model.config.model_config import ModelConfig
+from moebius.model.roles import Role, roles_of
+from moebius.model.transformer import Transformer
+from moebius.plugins import PluginError
+from moebius.train.muon import Muon, orthogonalise
+from moebius.train.optim import MuonConfig, OptimConfig, optimizer_of
+from moebius.train.state import allocate_moments, check_state, state_tensors
+
+CONFIG = OptimConfig(kind="muon", learning_rate=0.02, weight_decay=0.1)
+THEIRS = {"spectral": "original", "match_rms_adamw": "match_rms_adamw"}  # torch's words
+MATRIX, BANK, GATED = Role("body", "matrix"), Role("body", "bank"), Role("body", "bank", 2)
+
+
+def steps_of(start: Tensor, grads: Tensor, role: Role, **changes: Any) -> Tensor:
+    """Returns the weights after every step."""
+    parameter, other = nn.Parameter(start.clone()), nn.Parameter(torch.zeros(3))
+    group = {"params": [parameter], "lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "steps": 5}
+    group |= {"scale": "match_rms_adamw", "cautious": False} | changes
+    optimizer = Muon([group], {parameter: role}, torch.optim.AdamW([other]))
+    found = []
+    for grad in grads:
+        parameter.grad = grad.clone()
+        optimizer.step()
+        found.append(parameter.detach().clone())
+    return torch.stack(found)
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("scale", THEIRS)
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [*((f"m/{name}", MATRIX) for name in ("wide", "tall", "square", "row"))]
+    + [("bank/w_up", GATED), ("bank/w_down", BANK)],
+)
+def test_the_recorded_steps(name: str, role: Role, scale: str) -> None:
+    with np.load(f"{shared_folder()}/golden/muon_steps.npz") as arrays:
+        recorded = {key: torch.from_numpy(arrays[key]) for key in arrays}
+    ours = steps_of(recorded[f"{name}/start"], recorded[f"{name}/grads"], role, scale=scale)
+    exact, torchs = (recorded[f"{name}/{kind}/{THEIRS[scale]}"] for kind in ("exact", "torch"))
+    assert (ours - exact).abs().max() < 1e-6
+    assert (ours - torchs).abs().max() < 1.5e-3  # it multiplies in bfloat16
+    for wrong in ("fused", "flattened") if name == "bank/w_up" else ():
+        assert (ours - recorded[f"wrong/{wrong}"]).abs().max() > 5e-3
+
+
+def test_torchs_own_steps_of_every_expert_alone_and_of_gate_and_up_apart() -> None:
+    generator = torch.Generator().manual_seed(1)
+    start_EIO, grads = (torch.randn(*n, 3, 12, 20, generator=generator) for n in ((), (4,)))
+    ours = steps_of(start_EIO, grads, GATED, lr=0.02, scale="spectral")[-1]
+    for expert in range(3):
+        for half in (slice(10), slice(10, 20)):
+            alone = nn.Parameter(start_EIO[expert, :, half].T.clone())  # (out, in)
+            optimizer = torch.optim.Muon([alone], lr=0.02, weight_decay=0.1)
+            for grad_EIO in grads:
+                alone.grad = grad_EIO[expert, :, half].T.clone()
+                optimizer.step()
+            assert (ours[expert, :, half] - alone.T).abs().max() < 2e-3, (expert, half)
+
+
+def test_updates_are_orthogonal_and_zeros_stay_zeros() -> None:
+    u_NAB = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(0))
+    u_NAB[1] = 0
+    for tall in (False, True):
+        found = orthogonalise(u_NAB.mT if tall else u_NAB, 5)
+        values = torch.linalg.svdvals(found[::2])
+        assert 0.6 < values.min() < values.max() < 1.3
+        assert not found[1].any()
+        assert torch.equal(found[2], orthogonalise((u_NAB.mT if tall else u_NAB)[2:], 5)[0])
+
+
+def test_cautious_decay_leaves_weights_whose_update_has_the_other_sign() -> None:
+    generator = torch.Generator().manual_seed(2)
+    start, grads = (torch.randn(*n, 6, 9, generator=generator) for n in ((), (1,)))
+    plain, cautious, none = (
+        steps_of(start, grads, MATRIX, weight_decay=decay, cautious=is_cautious)[0]
+        for decay, is_cautious in ((0.5, False), (0.5, True), (0.0, False))
+    )
+    decays = start * (start - none) > 0
+    assert torch.equal(cautious, torch.where(decays, plain, none))
+    assert decays.any()
+    assert not decays.all()
+
+
+# Roles --------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_of_every_model_has_a_role() -> None:
+    for name in MODELS:
+        model = tiny_model(name)
+        roles = roles_of(model)
+        assert roles.keys() == {name for name, _ in model.named_parameters()}
+        assert {role.kind for role in roles.values()} <= {"matrix", "bank", "table", "vector"}, name
+        for key, parameter in model.named_parameters():
+            role = roles[key]
+            assert role.is_matrix <= (parameter.ndim == (3 if role.kind == "bank" else 2)), key
+            assert (role.kind == "table") == (key in ("embedding", "position_embedding")), key
+            assert (role.part == "router") == ("router" in key), key
+            is_beside = any(word in key for word in ("norm", "gate", "injection", "halting"))
+            assert role.is_matrix or is_beside or role.kind in ("table", "vector"), key
+
+
+def tensors_by_rule(model: nn.Module, **changes: Any) -> tuple[set[str], set[str]]:
+    """Returns the names of Muon's parameters, and of AdamW's."""
+    optimizer = optimizer_of(CONFIG.model_copy(update={"muon": MuonConfig(**changes)}), model)
+    by_rule: tuple[set[str], set[str]] = (set(), set())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        by_rule["momentum" not in group].update(names[one] for one in group["params"])
+    return by_rule
+
+
+def test_matrices_are_known_by_their_module() -> None:
+    own, others = tensors_by_rule(tiny_model("moeut"))
+    layers = {name.partition(".")[2].partition(".")[2] for name in own}
+    assert layers == {
+        *("attention.query.weight", "attention.key.weight"),
+        *("attention.value.experts.weight", "attention.output.experts.weight"),
+        *("feed_forward.sparse.experts.w_up", "feed_forward.sparse.experts.w_down"),
+    }
+    assert {"embedding", "head.weight", "group.0.feed_forward.router.weight"} <= others
+    with_routers, _ = tensors_by_rule(tiny_model("moeut"), routers=True)
+    assert with_routers - own == {name for name in others if "router" in name}
+    _, others = tensors_by_rule(tiny_model("ouro_moe"))
+    assert {"loops.exit_gate.weight"} <= others
+    _, others = tensors_by_rule(tiny_model("sut"))
+    assert any(name.endswith("attention.relative") for name in others)
+    assert any(name.endswith("b_up") for name in others)
+
+
+def test_gated_experts_and_gated_layers_have_two_maps() -> None:
+    gated = {"feed_forward.activation": "swiglu", "feed_forward.num_shared_experts": 1}
+    roles = roles_of(Transformer(TINY.changed(gated)))
+    assert {name.split(".feed_forward.")[-1] for name, role in roles.items() if role.maps == 2} == {
+        "sparse.experts.w_up",
+        "shared.up.weight",
+    }
+
+
+class Own(nn.Module):
+    """A user's own part with a matrix that is no module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.ones(3, 3))
+        self.norm = nn.LayerNorm(3)
+        self.map = nn.Linear(3, 3)
+
+
+def test_a_parameter_that_is_not_known_is_refused_by_name_unless_its_class_says_what_it_is() -> None:
+    with pytest.raises(PluginError, match=r"optim.kind=muon does not know mix: .*Own.*\"mix\": \"matrix"):
+        optimizer_of(CONFIG, Own())
+    only = OptimConfig(weight_decay_on="matrices")
+    with pytest.raises(PluginError, match="optim.weight_decay_on=matrices does not know mix"):
+        optimizer_of(only, Own())
+    optimizer_of(OptimConfig(), Own())
+
+    class Said(Own):
+        roles = {"mix": "matrix"}
+
+    own, others = tensors_by_rule(Said())
+    assert own == {"mix", "map.weight"}
+    assert others == {"norm.weight", "norm.bias", "map.bias"}
+
+
+def test_norms_and_biases_do_not_decay_under_matrices_and_rates_follow_parts() -> None:
+    config = OptimConfig(
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        weight_decay_on="matrices",
+        embedding_rate=2.0,
+        head_rate=0.5,
+        router_rate=0.25,
+    )
+    for kind in ("adamw", "muon"):
+        model = tiny_model("huginn_moe")
+        optimizer = optimizer_of(config.model_copy(update={"kind": kind}), model)
+        of = {one: group for group in optimizer.param_groups for one in group["params"]}
+        for name, parameter in model.named_parameters():
+            factor = 2.0 if name == "embedding" else 0.5 if name == "head.weight" else 1.0
+            factor = 0.25 if ".router." in name else factor
+            assert of[parameter]["lr"] == pytest.approx(1e-3 * factor), name
+            beside = ("norm", "bias", "embedding", "injection")
+            decays = not any(word in name for word in beside)
+            assert of[parameter]["weight_decay"] == (0.1 if decays else 0.0), name
+
+
+# One bit pattern on every layout ------------------------------------------------------------------
+
+SIZES = {
+    "gated, odd": ODD.changed(
+        {"feed_forward.activation": "swiglu", "feed_forward.num_shared_experts": 1, "num_layers": 2}
+    ),
+    "few experts": ODD.changed(
+        {"feed_forward.num_experts": 4, "feed_forward.router.top_k": 1, "num_layers": 2}
+    ),
+    "tied, drawn depth": tiny_config("huginn_moe", {"tied_head": True}),
+    "latent": tiny_config("deepseek_v3_small"),
+    "experts of heads": tiny_config("sut"),
+}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}, {"sharding": "fsdp"}],
+    2: [{}, {"ep": 2}, {"dp_shard": 2, "sharding": "fsdp"}],
+    4: [
+        *({}, {"ep": 2}, {"ep": 4}, {"dp_shard": 4, "sharding": "fsdp"}),
+        *({"ep": 2, "dp_shard": 4, "sharding": "fsdp"}, {"ep": 4, "sharding": "fsdp"}),
+        {"dp_shard": 2, "sharding": "fsdp"},  # two replicas
+    ],
+}
+MOVED = {"ep": 2, "rebalance_every": 1, "replicas": 2}
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """Gives every parameter its part of a gradient that its name and the step draw."""
+    for name, parameter in model.named_parameters():
+        shard = local_shard_of(parameter)
+        generator = torch.Generator().manual_seed(step * 1000 + sum(name.encode()))
+        whole = torch.randn(shard.global_shape, generator=generator)
+        if shard.has_experts:
+            whole[step % len(whole)] = 0  # an expert without tokens
+        parameter.grad = torch.zeros_like(parameter)
+        for slice_ in shard.slices:
+            slice_.view(local_tensor(parameter.grad)).copy_(slice_.copy_from(whole))
+
+
+def whole_state(model: Any, optimizer: Any) -> Iterator[tuple[str, tuple, Tensor]]:
+    """Yields this rank's blocks of the weights and moments, with their places."""
+    tensors, shards = state_tensors(model, optimizer)
+    for name, tensor in tensors.items():
+        if name in shards:
+            for slice_ in shards[name].slices:
+                yield name, slice_.offsets, slice_.view(tensor).clone()
+
+
+def trained_on(model_config: ModelConfig, meshes: list[dict[str, Any]], steps: int) -> list[list]:
+    """Returns the blocks of the state after steps, by layout."""
+    found = []
+    with start_process("cpu", timeout_s=60) as process:
+        for values in meshes:
+            config = MeshConfig(**values)
+            mesh = build_mesh(plan_layout(config, process.world_size), process)
+            model = model_on(mesh, model_config, seed=3, sharding=config.sharding)
+            optimizer = optimizer_of(CONFIG, model, mesh)
+            for step in range(steps):
+                if config.replicas and step == steps // 2:
+                    maps = expert_maps_of(model).items()
+                    slots = {name: [-(-own.num_experts // 2) + 2] * 2 for name, own in maps}
+                    load = {name: [float(e % 3) for e in range(own.num_experts)] for name, own in maps}
+                    moved = {name: packed(load[name], slots[name]) for name, _ in maps}
+                    move_experts(model, optimizer, mesh, moved)
+                set_gradients(model, step)
+                optimizer.step()
+            check_state(model, optimizer)
+            found.append(list(whole_state(model, optimizer)))
+    return found
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_layout_has_the_same_bits_after_twenty_steps(name: str) -> None:
+    config = SIZES[name]
+    [[alone, _]] = run_ranks(trained_on, 1, config, LAYOUTS[1], 20)
+    whole = {key: tensor for key, _, tensor in alone}
+    assert any(".momentum_buffer." in key for key in whole)
+    for world, meshes in LAYOUTS.items():
+        extra = [MOVED] if world == 4 else []
+        for rank in run_ranks(trained_on, world, config, meshes + extra, 20):
+            for mesh, blocks in zip(meshes + extra, rank, strict=True):
+                for key, offsets, block in blocks:
+                    at = tuple(
+                        slice(start, start + size)
+                        for start, size in zip(offsets, block.shape, strict=True)
+                    )
+                    assert torch.equal(whole[key][at], block), (world, mesh, key)
