@@ -31,6 +31,7 @@ from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.config.schedule import schedule_notes
+from ..train.optim import rate_notes
 from ..train.record.run_folder import Source, check_data, open_run, read_source
 from ..train.record.untrusted import read_text
 from .job import (
@@ -111,7 +112,8 @@ def opened_folder(
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
-        for note in schedule_notes(config.optim, config.train.steps, steps_before):
+        notes = schedule_notes(config.optim, config.train.steps, steps_before)
+        for note in (*notes, *rate_notes(config.optim)):
             console.print(Text(note, style="yellow"))
         yield
     finally:

@@ -96,7 +96,7 @@ class Linear(nn.Module):
     `init` draws the weight, `bias_init` the bias, which starts at 0 by default.
     """
 
-    roles: ClassVar = {"weight": "matrix"}  # model/roles.py
+    roles: ClassVar = {"weight": "matrix"}  # model/execution/roles.py
 
     def __init__(
         self,

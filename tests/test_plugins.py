@@ -382,7 +382,7 @@ def test_what_is_wrong_with_a_part_is_one_clear_error(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("optim__kind", "adam", r"did you mean adamw\? choose adamw, or write module:name"),
+        ("optim__kind", "adam", r"did you mean adamw\? choose adamw, muon, or write module:name"),
         (ACTIVATION, "os:sep?x=1", "is not an activation: choose relu, relu2, gelu"),
         ("train__losses", {"smooth": 1.0}, "'smooth' is not a loss: write module:name of your own"),
         ("model__attention__kind", "parts_of_a_test:none", "a subclass of Attention whose Config"),

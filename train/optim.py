@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..model.roles import KINDS, Role, roles_of
+from ..model.execution.roles import KINDS, Role, roles_of
 from ..plugins import PluginError, Registry, is_own, some_of
 from .config.schedule import ScheduleConfig
 
@@ -103,6 +103,22 @@ class OptimConfig(ScheduleConfig):
                 'optim.kind="muon", or leave optim.muon out'
             )
         return self
+
+
+def rate_notes(config: OptimConfig) -> list[str]:
+    """Says in at most one line that the rate of Muon's matrices belongs to the other scale."""
+    rate = config.muon.learning_rate or config.learning_rate
+    is_matched = config.muon.scale == "match_rms_adamw"
+    fits = rate < 0.01 if is_matched else rate > 1e-3
+    if config.kind != "muon" or fits:
+        return []
+    key = "optim.learning_rate" if config.muon.learning_rate is None else "optim.muon.learning_rate"
+    other = (
+        "rates are those of AdamW, 2e-4 to 5e-3; for rates about 0.02 set optim.muon.scale=spectral"
+        if is_matched
+        else "rates are about 0.02; for AdamW's rates set optim.muon.scale=match_rms_adamw"
+    )
+    return [f"{key}={rate:g} with optim.muon.scale={config.muon.scale}, whose {other}"]
 
 
 def optimizer_of(
@@ -224,7 +240,7 @@ def _make_muon(
     mesh: "Mesh | None",
 ) -> torch.optim.Optimizer:
     """Builds Muon for matrices, and AdamW for all others."""
-    from .muon import Muon  # imports DTensor
+    from ..distributed.muon import Muon  # imports DTensor
 
     own, others = dict[float, list[Parameter]](), list[tuple[str, Parameter]]()
     parts = {"body", "router"} if config.muon.routers else {"body"}

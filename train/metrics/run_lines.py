@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ... import __version__
 from ...distributed.dispatch.choose import dispatcher_of
 from ...distributed.local_shard import local_shard_of
+from ...distributed.muon import Muon
 from ..run import OpenRun, Resumed, Run
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def write_start(run: OpenRun, resumed: Resumed | None, start_s: Mapping[str, flo
         parameters=count_global_parameters(run),
         expert_depths=run.config.model.expert_depths,
         kernels=run.backend,
+        **({"optimizer": str(run.optimizer)} if isinstance(run.optimizer, Muon) else {}),
         **_dispatcher_facts(run),
         start_s=dict(start_s),
     )

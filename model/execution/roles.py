@@ -13,8 +13,15 @@ from torch import nn
 Part = Literal["body", "embedding", "head", "router", "gate", "norm"]
 Kind = Literal["matrix", "bank", "table", "vector", "unknown"]
 KINDS = ("matrix", "bank", "table", "vector")
-# What halts, injects, conditions and closes heads multiplies little, and is read as a gate is.
-_GATES = ("gate", "halting", "injection", "condition")
+# By the ending of a module's name. What halts, injects and conditions is read as a gate is.
+_PARTS: dict[str, Part] = {
+    "router": "router",
+    "norm": "norm",
+    "gate": "gate",
+    "halting": "gate",
+    "injection": "gate",
+    "condition": "gate",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def _part_of(path: str) -> Part:
     names = path.split(".")
     if names[0] == "head":
         return "head"
-    for ending, part in (("router", "router"), ("norm", "norm"), *((gate, "gate") for gate in _GATES)):
+    for ending, part in _PARTS.items():
         if any(name.endswith(ending) for name in names):
             return part
     return "body"

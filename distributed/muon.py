@@ -9,7 +9,7 @@ The iteration (Newton–Schulz) brings all singular values of X near 1. Sources:
 (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982, for s and the decay.
 
 A *matrix* is one map of the model: each expert alone, gate and up apart, whatever tensor they are stored in
-(model/roles.py). A bank is (E, in, out), a dense matrix (out, in). Everything else takes AdamW's step in the same run.
+(model/execution/roles.py). A bank is (E, in, out), a dense matrix (out, in). Everything else takes AdamW's step in the same run.
 
 **The bits do not depend on the layout.** Every operation on elements is one that rounds once, and a matrix is
 multiplied whole, alone and contiguous on a CPU. (A GPU multiplies all matrices of a stack together, in bfloat16.) So
@@ -41,9 +41,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from ..distributed.local_shard import local_shard_of, local_tensor
-from ..distributed.mesh import Mesh
-from ..model.roles import Role
+from ..model.execution.roles import Role
+from .local_shard import local_shard_of, local_tensor
+from .mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b and c, Jordan's
 EPS = 1e-7
@@ -79,6 +79,14 @@ class Muon(torch.optim.Optimizer):
         self._shapes: list[torch.Size] = []  # that the stacks were built for: experts may move
         self.param_groups += adamw.param_groups
         adamw.state = self.state
+
+    def __str__(self) -> str:
+        """Counts the tensors of both rules, over the whole model."""
+        own = [parameter for group in self._own for parameter in group["params"]]
+        shapes = [(local_shard_of(one).global_shape, self._roles[one].maps) for one in own]
+        matrices = sum(math.prod(shape[:-2]) * maps for shape, maps in shapes)
+        others = sum(len(group["params"]) for group in self._adamw.param_groups)
+        return f"Muon: {len(own)} tensors of {matrices:,} matrices; AdamW: {others} tensors"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -201,9 +209,9 @@ class _Stack:
 class _Move:
     """One step of a stack: what travels, and when it is waited for."""
 
-    def __init__(self, stack: _Stack, state: dict[Parameter, dict[str, Any]]) -> None:
+    def __init__(self, stack: _Stack, state: dict[Tensor, Any]) -> None:
         self._stack, self._state = stack, state
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | None] = []
         self._sent: list[Tensor] = []  # kept until it has arrived
 
     def collect(self) -> None:
@@ -248,7 +256,9 @@ class _Move:
         weights = [_as_bank(local_tensor(parameter)) for parameter in self._stack.parameters]
         updates = self._update_NAB.split([len(weight) for weight in weights])
         for weight, update in zip(weights, updates, strict=True):
-            weight.mul_(torch.where(weight * update > 0, kept, 1.0) if options["cautious"] else kept)
+            weight.mul_(
+                torch.where(weight * update > 0, kept, 1.0) if options["cautious"] else kept
+            )
             weight.sub_(update)
 
     def _look_ahead(self, parameter: Parameter) -> Tensor:
@@ -257,11 +267,9 @@ class _Move:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = _as_bank(local_tensor(state["momentum_buffer"]))
-        if parameter.grad is None:
-            fresh = torch.zeros_like(buffer)
-        else:
-            # not lerp, whose vectors round otherwise than its last elements
-            fresh = _as_bank(local_tensor(parameter.grad)) * (1 - momentum)
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        # not lerp, whose vectors round otherwise than its last elements
+        fresh = _as_bank(local_tensor(grad)) * (1 - momentum)
         buffer.mul_(momentum).add_(fresh)
         return fresh.add_(buffer * momentum).to(torch.promote_types(buffer.dtype, torch.float32))
 
@@ -292,7 +300,8 @@ class _Move:
 
     def _wait(self) -> None:
         for work in self._works:
-            work.wait()
+            if work is not None:
+                work.wait()
         self._works, self._sent = [], []
 
 
