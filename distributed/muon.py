@@ -30,6 +30,7 @@ Legend: N matrices of a stack on this rank, of A × B.
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -91,20 +92,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates all parameters; collective over the mesh. A missing gradient counts as zeros."""
-        moves = [_Move(stack, self.state) for stack in self._current_stacks()]
-        before: _Move | None = None
-        for number, move in enumerate(moves):
-            if number == 0:
-                move.collect()
-            if number + 1 < len(moves):
-                moves[number + 1].collect()
-            move.compute()
-            if before is not None:
-                before.apply()
-            before = move
+        moves: deque[_Move] = deque()  # at most three are in memory
+        for stack in self._current_stacks():
+            moves.append(_Move(stack, self.state))
+            moves[-1].collect()
+            if len(moves) > 1:
+                moves[-2].compute()
+            if len(moves) > 2:
+                moves.popleft().apply()
+        moves[-1].compute()
         self._adamw.step()  # while the last updates travel
-        if before is not None:
-            before.apply()
+        for move in moves:
+            move.apply()
 
     def _current_stacks(self) -> "list[_Stack]":
         shapes = [parameter.shape for group in self._own for parameter in group["params"]]
@@ -124,7 +123,8 @@ class Muon(torch.optim.Optimizer):
             ranks, cut = self._where(parameter)
             role, sizes = self._roles[parameter], local_shard_of(parameter).global_shape[-2:]
             key = (ranks, cut, sizes, role, parameter.dtype)
-            num_bytes = 4 * local_tensor(parameter).numel()
+            # the same on all ranks that share the stack
+            num_bytes = 4 * parameter.numel() // (1 if cut is None or ranks is None else ranks.size())
             stack = open_stacks.get(key)
             if stack is None or stack.num_bytes + num_bytes > STACK_BYTES:
                 stack = _Stack(group, role, sizes, ranks, cut)

@@ -111,6 +111,8 @@ class View:
         match line.get("kind"):
             case "start" if len(starts) > 1 or starts[-1].resumed_from is not None:
                 return Event(at, describe_start(starts[-1]), "magenta")
+            case "start" if line.get("optimizer"):
+                return Event(at, str(line["optimizer"]), "blue")
             case "eval":
                 words = f"validation loss {spell_number(line['loss'])} at step {line['step']}"
                 return Event(at, words, "cyan")

@@ -13,6 +13,7 @@ from small_model import ODD, TINY
 from torch import Tensor, nn
 from world import run_ranks
 
+from moebius.distributed import muon
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import local_shard_of, local_tensor
 from moebius.distributed.mesh import build_mesh
@@ -259,6 +260,7 @@ def whole_state(model: Any, optimizer: Any) -> Iterator[tuple[str, tuple, Tensor
 def trained_on(model_config: ModelConfig, meshes: list[dict[str, Any]], steps: int) -> list[list]:
     """Returns the blocks of the state after steps, by layout."""
     found = []
+    muon.STACK_BYTES = 4000  # several stacks of a shape
     with start_process("cpu", timeout_s=60) as process:
         for values in meshes:
             config = MeshConfig(**values)

@@ -226,6 +226,9 @@ _SMALL_OF: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"first": 1, "shared": 1, "tied": True},
 }  # fmt: skip
 
+# How most of these families were trained.
+_AS_USUAL: dict[str, Any] = {"beta2": 0.95, "weight_decay": 0.1, "weight_decay_on": "matrices"}
+
 
 def _model(settings: dict[str, Any]) -> ModelConfig:
     """Builds a model from a table's short names and dotted keys."""
@@ -257,7 +260,7 @@ def _published(name: str, settings: dict[str, Any]) -> Config:
         prepare=PrepareConfig(vocab_size=32_000),
         mesh=MeshConfig(sharding="fsdp"),
         optim=OptimConfig(
-            learning_rate=3e-4, warmup_steps=2000, beta2=0.95, weight_decay=0.1, clip_norm=1.0
+            learning_rate=3e-4, warmup_steps=2000, clip_norm=1.0, **_AS_USUAL
         ),
         train=TrainConfig(
             steps=100_000, global_batch=1024, micro_batch=1, precision="bfloat16",
@@ -274,7 +277,7 @@ def _small(name: str, settings: dict[str, Any]) -> Config:
         data=DataConfig(seq_len=128),
         prepare=PrepareConfig(vocab_size=4096, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
-        optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, clip_norm=1.0),
+        optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, clip_norm=1.0, **_AS_USUAL),
         train=TrainConfig(
             steps=200,
             global_batch=16,
