@@ -1,5 +1,6 @@
 """Benchmarks run on tiny sizes. Their figures are noise then, but nothing breaks unnoticed."""
 
+import argparse
 import importlib
 import itertools
 import json
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from world import run_ranks
 
 import benchmarks
-from benchmarks import dispatch, expert_parallel, gloo_table
+from benchmarks import dispatch, expert_parallel, gloo_table, muon
 from benchmarks.startup import ROOT
 from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import start_process
@@ -71,6 +72,16 @@ def test_dispatch() -> None:
     by_name["symmetric"]["ratio"] = 0.5
     by_name["dedup"]["rows_sent"] += 1
     assert not dispatch.print_report(points)
+
+
+@pytest.mark.slow
+def test_muon() -> None:
+    """Of cut matrices the owner collects the momentum and returns the update, 4 bytes a weight each."""
+    sizes = {"recipe": "smoke", "sequences": 4, "seq_len": 16, "rounds": 2}
+    found = muon.launch("FSDP 4", argparse.Namespace(**sizes))
+    dense = 2 * 2 * 128 * 128  # queries and keys of two layers
+    assert found["bytes_sent"] == 2 * (3 / 4) * 4 * dense / 4  # experts lie whole on a rank
+    assert found["ratio"]["median"] > 0
 
 
 def turns_of_two() -> dict[str, list[expert_parallel.Turn]]:
