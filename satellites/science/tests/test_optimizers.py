@@ -3,7 +3,7 @@
 import pytest
 
 from moebius_science.compare.results import RunResult
-from moebius_science.optimizers import RATES, beyond, doublings, steps_to
+from moebius_science.optimizers import MODELS, RATES, OptimizerStudy, beyond, doublings, steps_to
 
 
 def run(*losses: float) -> RunResult:
@@ -33,3 +33,16 @@ def test_only_arms_that_are_best_at_an_edge_get_a_rate_beyond_it():
     found = beyond({"low": first, "inside": second, "high": last, "also_high": last})
     assert found == {first / 2: ["low"], last * 2: ["high", "also_high"]}
     assert beyond({}) == {}
+
+
+def test_arms_of_a_model_differ_in_the_optimizer_alone(tmp_path):
+    sweep = OptimizerStudy(tmp_path, (), 1).sweep()
+    assert list(sweep) == list(RATES)
+    for rate, request in sweep.items():
+        configs = {arm.name: arm.config for arm in request.arms}
+        for model in MODELS:
+            adamw, muon = configs[f"{model}_adamw"], configs[f"{model}_muon"]
+            assert (adamw.optim.kind, muon.optim.kind) == ("adamw", "muon")
+            assert adamw.optim.learning_rate == muon.optim.learning_rate == rate
+            assert muon.optim.model_copy(update={"kind": "adamw"}) == adamw.optim
+            assert (adamw.model, adamw.data, adamw.train) == (muon.model, muon.data, muon.train)
