@@ -54,7 +54,7 @@ from .train.config.run_config import Config, ConfigError
 from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
-from .train.record.run_folder import place_data
+from .train.record.run_folder import count_epochs, place_data
 
 OnRecord = Callable[[dict[str, Any]], object]
 _TELL_S = 0.2  # between two looks for new records
@@ -276,7 +276,7 @@ def start_from(
 
 
 def size_of(config: Config) -> Size:
-    """Counts the parameters, FLOPs and tokens of a run."""
+    """Counts the parameters, FLOPs and tokens of a run; with train.epochs, of what `prepare` returns."""
     seq_len = config.data.seq_len
     return Size(
         count_parameters(config.model, seq_len),
@@ -311,7 +311,7 @@ def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
     """
     config = place_data(config, Path(folder).absolute())
     prepare_data(config.prepare, config.data.directory)
-    return config
+    return count_epochs(config)
 
 
 def load(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.config.schedule import schedule_notes
 from ..train.optim import rate_notes
-from ..train.record.run_folder import Source, check_data, open_run, read_source
+from ..train.record.run_folder import Source, check_data, count_epochs, open_run, read_source
 from ..train.record.untrusted import read_text
 from .job import (
     CONFIG,
@@ -106,14 +106,10 @@ def opened_folder(
     """
     refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
     config.import_parts()
-    saved, steps_before = run_dir / CONFIG, None
-    if saved.is_file():
-        steps_before = Config.load(saved).train.steps
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
-        notes = schedule_notes(config.optim, config.train.steps, steps_before)
-        for note in (*notes, *rate_notes(config.optim)):
+        for note in rate_notes(config.optim):
             console.print(Text(note, style="yellow"))
         yield
     finally:
@@ -124,17 +120,26 @@ def opened_folder(
                     folder.rmdir()
 
 
-def begin_run(config: Config, launch: Launch, console: Console) -> None:
+def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     """Begins the job of a run, once nothing is left that could refuse it, and says where it continues.
 
+    Returns the launch, of a configuration whose epochs are counted.
+
     Raises:
+        ConfigError: the epochs cannot be counted.
         DataError: every rank would refuse the data.
     """
     run_dir = Path(launch.run_dir)
     is_known, step = (run_dir / JOURNAL).exists(), last_checkpoint(run_dir)
     source = read_source(run_dir)
     if not launch.command:
+        config = count_epochs(config)
+        launch = replace(launch, configuration=_as_text(config))
         check_data(config, run_dir, is_whole=not launch.prepares_data)
+    before = Config.load(run_dir / CONFIG) if step else config
+    was = before.optim.over(before.train.steps)
+    for note in schedule_notes(config.optim, config.train.steps, before=was, done=step or 0):
+        console.print(Text(note, style="yellow"), soft_wrap=True)
     begin_job(launch)
     words = "has no checkpoint; starts from the beginning"
     if step is not None:
@@ -143,6 +148,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> None:
         words = source.words()
     if is_known or step is not None or source is not None:
         console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
+    return launch
 
 
 def begin_job(launch: Launch) -> None:
@@ -214,9 +220,14 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
         "rehearse_failure_at_step": job.rehearse_failure_at_step,
         "warm_start": job.warm_start,
         "prepares_data": prepares_beside(config),
-        "configuration": json.dumps(config.model_dump(mode="json"), indent=2) + "\n",
+        "configuration": _as_text(config),
         "source": read_text(run_dir / SOURCE) or "",
     }
+
+
+def _as_text(config: Config) -> str:
+    """Returns the text of a run's config.json."""
+    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
 def _forwarded(config: Config) -> dict[str, str]:

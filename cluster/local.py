@@ -53,7 +53,7 @@ def train_here(
             if not launch.prepares_data:
                 with show_preparation(console) as on_progress:
                     prepare(config.prepare, config.data.directory, on_progress=on_progress)
-            begin_run(config, launch, console)
+            launch = begin_run(config, launch, console)
             status = _run_and_show(launch, this_machine, console)
         finally:
             this_machine.release()

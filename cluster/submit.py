@@ -96,7 +96,7 @@ def submit(
             if not (here or beside):
                 with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
                     _prepare(config, console, pool)
-            begin_run(config, launch, console)
+            launch = begin_run(config, launch, console)
             with interrupts_stop_the_job(run_dir):
                 start_supervisor(launch)
                 if detach:

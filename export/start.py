@@ -31,7 +31,7 @@ from ..train.config.run_config import Config, ConfigError
 from ..train.config.schedule import learning_rate_at
 from ..train.config.validation import validated
 from ..train.recipes.smoke import RECIPES
-from ..train.record.run_folder import check_branch
+from ..train.record.run_folder import check_branch, count_epochs
 from ..train.record.untrusted import read_text
 from .families.table import open_family, shapes_of
 
@@ -239,14 +239,15 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
             f"{source.path} --draw-anew {draw_anew[0]}"
         )
     check_branch(trunk.model_dump(mode="json"), config, name, trunk=Path(source.path))
+    directory = config.data.directory or trunk.data.directory
+    data = config.data.model_copy(update={"directory": directory})
+    config = count_epochs(config.model_copy(update={"data": data}))
     if config.train.steps <= step:
         raise ConfigError(
             f"{name}: train.steps={config.train.steps} counts from the trunk's first step, and the "
             f"branch goes on after step {step}: set, for example, train.steps={2 * step}"
         )
-    directory = config.data.directory or trunk.data.directory
-    data = config.data.model_copy(update={"directory": directory})
-    return Start(config.model_copy(update={"data": data}), source, _rate_notes(trunk, config, step))
+    return Start(config, source, _rate_notes(trunk, config, step))
 
 
 def _rate_notes(trunk: Config, config: Config, step: int) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from moebius.model.layers import LayerNorm
 from moebius.model.routers.router import Router, RouterConfig
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
 from moebius.train.optim import make_optimizer
-from moebius.train.config.schedule import cosine_rate
+from moebius.train.config.schedule import SCHEDULE
 
 def squared_relu(z):
     return z.relu().square()
@@ -130,7 +130,7 @@ def constant(step, config, factor=1.0):
     return factor * config.learning_rate
 
 def cosine(step, config):
-    return torch.tensor(cosine_rate(config, step), dtype=torch.float64)
+    return torch.tensor(SCHEDULE.get("cosine")(step, config), dtype=torch.float64)
 
 def load_cost(mean, fraction):
     return fraction.shape[-1] * fraction

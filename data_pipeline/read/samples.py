@@ -177,6 +177,13 @@ class OrderedSamples:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
 
+    def num_rows(self) -> int:
+        """Counts the rows of all sources, which may make their plans of rows."""
+        for name in self._counted:
+            while self._count_more(name):
+                pass
+        return sum(sum(self._source_rows(name).segment_rows) for name in self._counted)
+
     def _source_rows(self, name: str) -> SourceRows:
         segments = self.prepared.manifest.segments(name)
         counted = self._counted[name]

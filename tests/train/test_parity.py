@@ -252,7 +252,7 @@ def beside_torch(config: Config, run_dir: Path) -> None:
             adamw.zero_grad()
             (output.regularisation_B.mean() - log_p.mean()).backward()
             norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), optim.clip_norm).item()
-            rate = learning_rate_at(optim, number)
+            rate = learning_rate_at(optim.over(config.train.steps), number)
             adamw.param_groups[0]["lr"] = rate
             adamw.step()
             result = step(run, batch, rate)
@@ -287,7 +287,7 @@ def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
     assert all(0 < value < 1 for value in record["gate_mean"])
     assert (record["tokens"], record["skipped"]) == (40 * 8 * 24, 0)
     for number in (1, 2, 30):
-        rate = learning_rate_at(config.optim, number - 1)
+        rate = learning_rate_at(config.optim.over(40), number - 1)
         assert steps[number]["learning_rate"] == pytest.approx(rate)
     assert (tmp_path / "tensorboard").is_dir()
 

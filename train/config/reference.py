@@ -88,6 +88,8 @@ def commented(config: Config) -> str:
     for section, entries in _tables(config).items():
         lines += ["", f"[{section}]"]
         for path, info, value in entries:
+            if path == "train.steps" and (config.train.tokens or config.train.epochs):
+                value = None  # follows, and a file may say only one of them
             name = path.rpartition(".")[2]
             lines += [f"# {line}" for line in _explanation(known.get(path) or _key(path, info))]
             lines.append(f"# {name} =" if value is None else f"{name} = {toml_value(value)}")
@@ -155,7 +157,7 @@ def _type_of(annotation: Any) -> str:
     if origin is Annotated:
         return " ".join([_type_of(parts[0]), *_limits(parts[1:])])
     if origin is Literal:
-        return "one of " + ", ".join(str(part) for part in parts)
+        return "one of " * (len(parts) > 1) + ", ".join(str(part) for part in parts)
     if origin in (Union, UnionType):
         return " or ".join(_type_of(part) for part in parts)
     if origin is tuple:

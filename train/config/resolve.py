@@ -225,12 +225,46 @@ def _what_takes(path: Path) -> str:
     )
 
 
+_LENGTHS = ("steps", "tokens", "epochs")  # of `train`
+
+
+def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str) -> None:
+    """Removes what else says how long the run is, if one of its keys was given.
+
+    Raises:
+        ConfigError: two of them were given.
+    """
+    train = values.get("train")
+    if not isinstance(train, dict):
+        return  # reported later
+    said = [key for key in _LENGTHS if f"train.{key}" in given and train.get(key) is not None]
+    if len(said) > 1:
+        both = " and ".join(f"train.{key}" for key in said)
+        raise ConfigError(f"{where}: {both} each say how long the run is: give one of them")
+    for key in {"tokens", "epochs"}.difference(said) if said else ():
+        train.pop(key, None)
+
+
+def _choose_decay(values: dict[str, Any], before: Any, given: Collection[str]) -> None:
+    """Removes a recipe's decay under another schedule, which decays otherwise."""
+    optim = values.get("optim")
+    if isinstance(optim, dict) and optim.get("schedule", before) != before:
+        for key in ("final_fraction", "decay_steps", "decay_shape"):
+            if f"optim.{key}" not in given:
+                optim.pop(key, None)
+
+
 def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
     """Builds the configuration of plain values with overrides applied."""
     keys = {override.partition("=")[0].strip() for override in overrides}
     _choose_input(values, {key.removeprefix("prepare.") for key in keys})
+    before = _section(values, "optim").get("schedule")
     for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
         _apply(values, override)
+    _choose_length(values, keys, where="overrides")
+    if _section(values, "train").get("tokens") is not None:
+        values["train"].pop("steps", None)  # follows from the tokens
+    _choose_decay(values, before, keys)
     return validated(Config, values, origin=origin)
 
 
@@ -310,11 +344,16 @@ def _read_toml(
             f"{path}: is nested too deeply; a configuration only has sections in sections"
         ) from None
     base = values.pop("recipe", None)
+    said = {f"{name}.{key}" for name in ("train", "optim") for key in _section(values, name)}
     if base is None:
+        _choose_length(values, said, where=str(path))
         return dict(values), values
     if not isinstance(base, str):
         raise ConfigError(f"{path}: recipe = {base!r} is not the name of a recipe")
-    merged = merge(_recipe_values(base, recipes, where=str(path)), values, KINDS)
+    recipe = _recipe_values(base, recipes, where=str(path))
+    merged = merge(recipe, values, KINDS)
+    _choose_length(merged, said, where=str(path))
+    _choose_decay(merged, recipe["optim"]["schedule"], said)
     _choose_input(merged, _section(values, "prepare").keys())
     return merged, values
 

@@ -6,10 +6,11 @@ form.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.prepare_config import PrepareConfig
@@ -56,6 +57,22 @@ class Config(BaseModel):
     def world_size(self) -> int:
         """Returns the run's number of ranks, as the job places it."""
         return self.job.num_nodes * self.job.ranks_per_node
+
+    @field_validator("train")
+    @classmethod
+    def _count_tokens(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        """Sets train.steps from train.tokens."""
+        data = info.data.get("data")
+        if train.tokens is None or data is None:  # invalid, which is reported
+            return train
+        per_step = train.global_batch * data.seq_len
+        steps = -(-train.tokens // per_step)
+        if "steps" in train.model_fields_set and train.steps != steps:
+            raise ValueError(
+                f"train.tokens={train.tokens} in steps of {per_step} tokens are {steps} steps, and "
+                f"train.steps={train.steps}: give one of the two"
+            )
+        return train.model_copy(update={"steps": steps})
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> Self:
@@ -150,10 +167,34 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_epochs(self) -> Self:
+        if self.train.epochs is not None:
+            self.check_epochs([source.name for source in self.prepare.all_sources])
+        return self
+
+    def check_epochs(self, sources: Collection[str]) -> None:
+        """Checks that the epochs of a run over these sources can be counted before it starts.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        why = ""
+        if self.train.tokens is not None:
+            why = f"train.tokens={self.train.tokens} says how long the run is, too"
+        elif self.train.start_when is not None:
+            why = f"train.start_when={self.train.start_when} starts before all rows are known"
+        elif len(sources) > 1:
+            why = f"a mixture of {', '.join(sources)} has no common end"
+        if why:
+            raise ConfigError(
+                f"train.epochs={self.train.epochs}: {why}; give train.steps or train.tokens instead"
+            )
+
+    @model_validator(mode="after")
     def _check_growing(self) -> Self:
         """Checks that a growing depth arrives at R before training ends."""
         depth, loops = self.model.loops.depth, self.model.num_repeats
-        if depth.kind != "growing":
+        if depth.kind != "growing" or self.train.epochs is not None:  # not counted yet
             return self
         first = depth.values.index(loops) * depth.stage_steps
         if first >= self.train.steps:

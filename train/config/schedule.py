@@ -1,106 +1,234 @@
-"""The learning rate of every step: the published cosine, or a user's own."""
+"""The learning rate of every step: cosine, warm-up–stable–decay, linear, constant, or a user's own.
+
+A schedule rises linearly to its peak, and falls to a fraction of it. WSD: MiniCPM, arXiv 2404.06395; its
+tail 1 − √x: Hägele et al., arXiv 2405.18392.
+"""
 
 import math
-from typing import Annotated, Self
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ...plugins import PluginError, Registry
 
-# The function is defined below; `ScheduleConfig` needs only its name.
+Shape = Literal["sqrt", "linear", "cosine"]
+
+# The function is defined below; `ScheduleConfig` needs only the names.
 SCHEDULE = Registry(
     "optim.schedule",
     "a schedule",
-    {"cosine": lambda step, config: cosine_rate(config, step)},
-    "a function of (step, OptimConfig) that returns the learning rate",
+    {
+        "cosine": lambda step, run: decayed(run, step, run.warmup_steps, "cosine"),
+        "wsd": lambda step, run: decayed(run, step, run.steps - run.decay_steps, run.decay_shape),
+        "linear": lambda step, run: decayed(run, step, run.warmup_steps, "linear"),
+        "constant": lambda step, run: decayed(run, step, math.inf, "linear"),
+    },
+    "a function of (step, RunSchedule) that returns the learning rate",
     settings=True,
     takes=2,
 )
 
 
+def _length(value: Any, least: int = 0) -> int | float:
+    """Checks a length: a number of steps (int), or a fraction of the run (float, at most 1)."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):  # a text that is no number
+            value = kind(value)
+            break
+    if isinstance(value, int) and value >= least:
+        return value
+    if isinstance(value, float) and (0 < value <= 1 or value == least):
+        return value
+    is_count = isinstance(value, float) and value.is_integer() and value > 1
+    raise ValueError(
+        f"must be a number of steps, such as {int(value) if is_count else 100}, or a fraction of the run, at most "
+        "1.0 (the whole run), such as 0.1"
+    )
+
+
+def _decay_length(value: Any) -> int | float | str:
+    """Checks the length of a decay; configurations of former versions have none for "auto"."""
+    return "auto" if value in (None, "none", "auto") else _length(value, least=1)
+
+
 class ScheduleConfig(BaseModel):
-    """Configures warm-up and cosine: the half of `OptimConfig` that makes the learning rate."""
+    """Configures the learning rate: the half of `OptimConfig` that a schedule reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     schedule: Annotated[str, SCHEDULE] = "cosine"
-    """The learning-rate schedule."""
+    """The learning-rate schedule. "wsd" keeps the peak until its decay, the last `decay_steps` of the
+    run."""
 
     learning_rate: float = Field(default=2.5e-4, gt=0)
     """Peak of the schedule."""
 
     final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of the peak at which the cosine ends."""
+    """Fraction of the peak at which the decay ends; by default 0 for "wsd" and "linear"."""
 
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up."""
+    warmup_steps: Annotated[int | float, BeforeValidator(_length)] = Field(
+        default=0, examples=[0.04]
+    )
+    """Linear warm-up: a number of steps, or a fraction of the run (1 is one step, 1.0 the whole run)."""
 
-    decay_steps: PositiveInt | None = None
-    """Half period of the cosine, counted from the end of the warm-up; none: what is left of
-    `train.steps`."""
+    decay_steps: Annotated[int | float | Literal["auto"], BeforeValidator(_decay_length)] = Field(
+        default="auto", examples=[0.2]
+    )
+    """Decay: a number of steps, or a fraction of the run. Of a cosine it is the half period, counted from
+    the end of the warm-up. "auto": a tenth of the run for "wsd", else what the warm-up leaves."""
 
-    def over(self, steps: int) -> Self:
-        """Returns the settings of a run of so many steps, in which `decay_steps` is a number."""
-        rest = max(1, steps - self.warmup_steps)
-        return self.model_copy(update={"decay_steps": self.decay_steps or rest})
+    decay_shape: Shape = "sqrt"
+    """Form of the decay of "wsd": 1 − √x, 1 − x, or half a cosine."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_floor(cls, values: Any) -> Any:
+        """Sets the default of `final_fraction`, which depends on the schedule."""
+        if isinstance(values, dict) and values.get("final_fraction") is None:
+            falls_to_0 = values.get("schedule") in ("wsd", "linear")
+            values = values | {"final_fraction": 0.0 if falls_to_0 else 0.1}
+        return values
 
-def schedule_notes(
-    config: ScheduleConfig, steps: int, steps_before: int | None = None
-) -> list[str]:
-    """Says in at most one line where the cosine does not end with the run, or ended elsewhere before.
-
-    `steps_before` is `train.steps` of the run that is continued; None: it is new.
-    """
-    if config.schedule != "cosine":
-        return []
-    ends = config.warmup_steps + (config.decay_steps or 0)
-    last = f"the last step's rate is {cosine_rate(config.over(steps), steps - 1):.3g}"
-    if config.warmup_steps > steps:
-        return [
-            f"optim.warmup_steps={config.warmup_steps} is more than train.steps={steps}: {last}"
-        ]
-    if config.decay_steps is None and steps_before is not None and steps_before != steps:
-        return [
-            f"train.steps={steps_before} became {steps}: the cosine ends with the run, so the rate "
-            "of the next step differs; to keep the former one, set "
-            f"optim.decay_steps={config.over(steps_before).decay_steps}"
-        ]
-    if config.decay_steps is None or steps <= ends <= 2 * steps:
-        return []
-    return [
-        f"optim.decay_steps={config.decay_steps} ends the cosine at step {ends}, and train.steps="
-        f"{steps}: {last}; optim.decay_steps=none ends it with the run"
-    ]
+    def over(self, steps: int) -> "RunSchedule":
+        """Returns the schedule of a run of so many steps, with all lengths in steps."""
+        warmup, decay = _in_steps(self.warmup_steps, steps), self.decay_steps
+        if decay == "auto":
+            decay = 0.1 if self.schedule == "wsd" else steps - warmup
+        return RunSchedule(
+            schedule=self.schedule,
+            learning_rate=self.learning_rate,
+            final_fraction=self.final_fraction,
+            warmup_steps=warmup,
+            decay_steps=max(1, _in_steps(decay, steps)),
+            decay_shape=self.decay_shape,
+            steps=steps,
+        )
 
 
-def learning_rate_at(config: ScheduleConfig, step: int) -> float:
+def _in_steps(length: int | float, steps: int) -> int:
+    return round(length * steps) if isinstance(length, float) else length
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """Holds the schedule of one run, as `ScheduleConfig`, but with lengths in whole steps."""
+
+    schedule: str
+    learning_rate: float
+    final_fraction: float
+    warmup_steps: int
+    decay_steps: int
+    decay_shape: Shape
+    steps: int  # of the run
+
+
+def learning_rate_at(run: RunSchedule, step: int) -> float:
     """Returns the learning rate of step `step`, counted from 0.
 
     Raises:
         PluginError: a user's own schedule returns no number, or a negative one.
     """
-    rate = SCHEDULE.get(config.schedule)(step, config)
+    rate = SCHEDULE.get(run.schedule)(step, run)
     if getattr(rate, "ndim", None) == 0:  # of numpy or torch
         rate = rate.item()
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise PluginError(
-            f"optim.schedule: {config.schedule} returned {rate!r} for step {step}: it must return "
+            f"optim.schedule: {run.schedule} returned {rate!r} for step {step}: it must return "
             "the learning rate, a number that is at least 0"
         )
     return float(rate)
 
 
-def cosine_rate(config: ScheduleConfig, step: int) -> float:
-    """Returns the learning rate of the published schedule.
+def decayed(run: RunSchedule, step: int, start: float, shape: Shape) -> float:
+    """Returns the learning rate of step `step` under a decay that begins at step `start`, from 0.
 
-    Warm-up peak·(step+1)/N_w, then a cosine whose half period is `decay_steps` *after* the warm-up.
-    As in the published runs, with 4000 of 100,000 steps the last rate is a little above
-    final_fraction·peak.
+    With N_w steps of warm-up, N_d of decay, and f the final fraction:
+
+        warm-up          peak·(step + 1)/N_w
+        step start + i   peak·(f + (1 − f)·shape(i/N_d)), i = 0 … N_d
+
+    The decay's first step has the peak, and f is the value of the step *after* it: a run whose decay ends
+    with it makes no step with rate 0. If both overlap, the lower rate holds. As in the published runs of
+    MoEUT, a cosine of 100,000 steps after a warm-up of 4000 ends a little above f at step 100,000.
     """
-    peak, floor = config.learning_rate, config.final_fraction
-    assert config.decay_steps is not None, "a run's settings come from `over`"
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    progress = min((step - config.warmup_steps) / config.decay_steps, 1.0)
-    return peak * (floor + 0.5 * (1 - floor) * (1 + math.cos(math.pi * progress)))
+    peak, floor = run.learning_rate, run.final_fraction
+    progress = min(max(step - start, 0) / run.decay_steps, 1.0)
+    rate = peak * (floor + (1 - floor) * _left(progress, shape))
+    if step >= run.warmup_steps:
+        return rate
+    warm = peak * (step + 1) / run.warmup_steps
+    return min(rate, warm) if step > start else warm
+
+
+def _left(progress: float, shape: Shape) -> float:
+    """Returns what a decay has left of 1."""
+    if shape == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (math.sqrt(progress) if shape == "sqrt" else progress)
+
+
+# What is odd --------------------------------------------------------------------------------------
+
+
+def schedule_notes(
+    config: ScheduleConfig, steps: int, *, before: RunSchedule | None = None, done: int = 0
+) -> list[str]:
+    """Says in at most one line what is odd about the rates of a run.
+
+    Args:
+        config: of the run.
+        steps: `train.steps`.
+        before: the schedule of the run that is continued; None: it is new.
+        done: the steps that it has made.
+    """
+    if config.schedule not in SCHEDULE.known:
+        return []
+    now = config.over(steps)
+    if before is None or before.steps == steps:
+        return list(_odd(config, now))[:1]
+    return list(_changed(before, now, done))
+
+
+def _changed(before: RunSchedule, now: RunSchedule, done: int) -> Iterator[str]:
+    """Yields how the rates of a run differ since it has another number of steps."""
+    was, rate = learning_rate_at(before, done), learning_rate_at(now, done)
+    begins, began = (run.steps - run.decay_steps for run in (now, before))
+    became = f"train.steps={before.steps} became {now.steps}: "
+    differs = f"step {done + 1} has the rate {rate:.3g} instead of {was:.3g}"
+    if now.schedule == "wsd" and begins != began:
+        again = ": it rises again" if done > began and rate > was else ""
+        moved = f"{became}the decay begins after step {begins} instead of {began}"
+        yield moved + (f"; {differs}{again}" if rate != was else "")
+    elif rate != was:
+        kept = " ".join(
+            f"optim.{key}={getattr(before, key)}"
+            for key in ("warmup_steps", "decay_steps")
+            if getattr(before, key) != getattr(now, key)
+        )
+        remedy = f"; to keep the former rates, set {kept}" if kept else ""
+        yield f"{became}{differs}, because the schedule follows the run's length{remedy}"
+
+
+def _odd(config: ScheduleConfig, now: RunSchedule) -> Iterator[str]:
+    """Yields what a built-in schedule hardly means."""
+    schedule, steps, decay = now.schedule, now.steps, f"optim.decay_steps={config.decay_steps}"
+    warmup = f"optim.warmup_steps={config.warmup_steps}"
+    last = f"the last step's rate is {learning_rate_at(now, steps - 1):.3g}"
+    if now.warmup_steps > steps:
+        yield f"{warmup} is more than train.steps={steps}: {last}"
+    if schedule == "wsd" and steps - now.decay_steps < max(0, now.warmup_steps - 1):
+        yield f"{warmup} and {decay} leave no step of train.steps={steps} at the peak: {last}"
+    ends = now.warmup_steps + now.decay_steps
+    is_count = isinstance(config.decay_steps, int)
+    if schedule in ("cosine", "linear") and is_count and not steps <= ends <= 2 * steps:
+        yield (
+            f"{decay} ends the {schedule} at step {ends}, and train.steps={steps}: {last}; "
+            "optim.decay_steps=auto ends it with the run"
+        )
+    if schedule == "constant" and config.decay_steps != "auto":
+        yield f"{decay} has no effect with optim.schedule=constant; wsd decays"
+    if schedule != "wsd" and config.decay_shape != "sqrt":
+        yield f"optim.decay_shape={config.decay_shape} has no effect without optim.schedule=wsd"

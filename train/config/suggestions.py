@@ -13,7 +13,7 @@ _NAMES: Mapping[str, str] = {
     "optim.learning_rate": "lr learning-rate max_lr base_lr optimizer.lr peak_lr",
     "optim.final_fraction": "min_lr min_lr_factor final_lr_frac",
     "optim.warmup_steps": "warmup warmup_iters num_warmup_steps warmup_ratio",
-    "optim.decay_steps": "lr_decay_iters lr_decay cosine-annealing",
+    "optim.decay_steps": "lr_decay_iters lr_decay lr_decay_steps cosine-annealing cooldown cooldown_steps warmdown_ratio",
     "optim.weight_decay": "wd weight-decay",
     "optim.epsilon": "eps adam_epsilon",
     "optim.beta1": "betas adam_beta1",
@@ -24,7 +24,7 @@ _NAMES: Mapping[str, str] = {
     "optim.embedding_rate": "embedding_lr",
     "optim.head_rate": "unembedding_lr lm_head_lr",
     "adamw and muon are built in; optim.kind=module:function names an optimizer of your own": "sgd lion adafactor shampoo",
-    "optim.schedule": "scheduler lr_scheduler lr_scheduler_type",
+    "optim.schedule": "scheduler lr_scheduler lr_scheduler_type wsd warmup-stable-decay trapezoidal",
     "optim.kind=module:function can give the group of frozen parameters lr=0": "freeze frozen requires_grad freeze_layers",
     "train.losses": "aux_losses auxiliary_losses custom-loss distillation",
     "train.global_batch": "bs batch batch-size global_batch_size total_batch_size",
@@ -33,7 +33,8 @@ _NAMES: Mapping[str, str] = {
     "gradients accumulate over train.global_batch ÷ (ranks × train.micro_batch) passes": "grad_accum gradient-accumulation "
     "gradient_accumulation_steps accumulate_grad_batches",
     "train.steps": "max_steps num_steps max_iters iterations num_iterations",
-    "data.max_epochs": "epochs num_epochs num_train_epochs",
+    "train.tokens": "max_tokens num_tokens total_tokens train_tokens",
+    "train.epochs": "epochs num_epochs num_train_epochs",
     "train.precision": "dtype amp bf16 fp16 autocast mixed-precision half-precision grad-scaler",
     "train.recompute": "gradient-checkpointing activation-checkpointing activation_checkpoint remat",
     "train.compile": "torch_compile torch.compile jit",
@@ -119,16 +120,20 @@ def suggest(key: str, known: Iterable[str]) -> str:
         return f"; did you mean {meant}?"
     if meant and " " in meant:
         return f"; {meant}"
-    return _question(same) if same else _by_spelling(key, keys)
+    return _question(same, key) if same else _by_spelling(key, keys)
 
 
 def _by_spelling(key: str, keys: list[str]) -> str:
     names = {path.rpartition(".")[2] for path in keys}
     close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.75)
     if close:
-        return _question([path for path in keys if path.rpartition(".")[2] == close[0]])
+        return _question([path for path in keys if path.rpartition(".")[2] == close[0]], key)
     return nearest(key, keys)
 
 
-def _question(words: list[str]) -> str:
-    return f"; did you mean {' or '.join(words[:3])}?" if words else ""
+def _question(paths: list[str], key: str) -> str:
+    """Asks for keys of one name: for that of the same section, or else for that of a whole one."""
+    section = key.rpartition(".")[0]
+    near = [path for path in paths if path.rpartition(".")[0] == section]
+    near = near or [path for path in paths if path.count(".") == 1] or paths
+    return f"; did you mean {' or '.join(near[:3])}?"

@@ -27,6 +27,14 @@ class TrainConfig(BaseModel):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
 
+    tokens: PositiveInt | None = Field(default=None, examples=["2e9"])
+    """Tokens of the whole run, instead of `steps`, which follow, rounded up."""
+
+    epochs: float | None = Field(default=None, gt=0, le=1_000_000, examples=[1.5])
+    """Passes over the training split of one source, instead of `steps`, which follow, rounded down,
+    once the data is prepared.
+    """
+
     global_batch: PositiveInt = 16
     """Sequences per optimizer step, over all ranks."""
 

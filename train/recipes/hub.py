@@ -260,7 +260,7 @@ def _published(name: str, settings: dict[str, Any]) -> Config:
         prepare=PrepareConfig(vocab_size=32_000),
         mesh=MeshConfig(sharding="fsdp"),
         optim=OptimConfig(
-            learning_rate=3e-4, warmup_steps=2000, clip_norm=1.0, **_AS_USUAL
+            learning_rate=3e-4, warmup_steps=0.02, clip_norm=1.0, **_AS_USUAL
         ),
         train=TrainConfig(
             steps=100_000, global_batch=1024, micro_batch=1, precision="bfloat16",

@@ -76,8 +76,8 @@ def _moeut_run(name: str, common: dict[str, Any], sizes: dict[str, Any]) -> Conf
         data=DataConfig(seq_len=1024),
         prepare=PrepareConfig(vocab_size=8000),
         optim=OptimConfig(
-            warmup_steps=0 if small else 4000,
-            decay_steps=None if small else 100_000,  # the last rate is a little above the floor
+            warmup_steps=0 if small else 0.04,
+            decay_steps="auto" if small else 1.0,  # the last rate is a little above the floor
             clip_norm=0.1 if small else 0.25,
         ),
         train=TrainConfig(
@@ -106,7 +106,6 @@ def _mixture(
     rate: float,
     sparse_layers: Literal["last_half", "all"] = "last_half",
     steps: int = 150_000,
-    warmup: int = 2500,
     init_scale: float = 0.1,
 ) -> Config:
     """Returns a run on C4 with 256 sequences of 256 tokens a step, so groups of 128 fit two ranks.
@@ -143,7 +142,7 @@ def _mixture(
         prepare=PrepareConfig(vocab_size=50257),
         optim=OptimConfig(
             learning_rate=rate,
-            warmup_steps=warmup,
+            warmup_steps=2500 / steps,
             clip_norm=0.5,
             weight_decay=0.1,
         ),

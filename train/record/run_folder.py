@@ -16,14 +16,17 @@ from typing import Any
 
 from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
+from ...data_pipeline.read.corruption import open_fetcher
 from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
+from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
 from ...distributed.checkpoint.source import SOURCE, SOURCE_FILES, keep_small_files, read_source
 from ...distributed.checkpoint.source import Source as Source
 from ...plugins import some_of
 from ..config.run_config import Config, ConfigError
+from ..config.validation import validated
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
 # what it computes.
@@ -33,7 +36,11 @@ _KEYS_THAT_MAY_CHANGE = {
     "data.directory",
     "data.replicas",
     "data.override_position",
+    "optim.warmup_steps",
+    "optim.decay_steps",
     "train.steps",
+    "train.tokens",
+    "train.epochs",
     "train.micro_batch",
     "train.device",
     "train.log_every",
@@ -56,16 +63,39 @@ def default_run_dir(config: Config, root: Path) -> Path:
 
 
 def place_data(config: Config, root: Path) -> Config:
-    """Sets data.directory to an absolute path.
+    """Sets data.directory to an absolute path, and counts the epochs of what is prepared there.
 
     Runs with equal input and tokenizer share one prepared folder.
     """
     directory = Path(
         config.data.directory or root / "data" / config.prepare.spec_hash[:12]
     ).absolute()
-    return config.model_copy(
-        update={"data": config.data.model_copy(update={"directory": str(directory)})}
+    return count_epochs(
+        config.model_copy(
+            update={"data": config.data.model_copy(update={"directory": str(directory)})}
+        )
     )
+
+
+def count_epochs(config: Config) -> Config:
+    """Sets train.steps from train.epochs, if all data is prepared.
+
+    Raises:
+        ConfigError: the data is of several sources, or the run would not fit its number of steps.
+        DataError: the data cannot be read.
+    """
+    data, epochs = config.data, config.train.epochs
+    if epochs is None or not is_prepared(data.directory):
+        return config
+    samples = OrderedSamples(data, open_fetcher(data))
+    if not samples.prepared.manifest.complete:
+        return config
+    config.check_epochs(samples.mixture.names)
+    steps = epochs * samples.num_rows() / config.train.global_batch
+    values = config.model_dump(mode="json")
+    values["train"] |= {"steps": max(1, int(round(steps, 6))), "epochs": None}
+    train = validated(Config, values, origin=f"train.epochs={epochs}").train
+    return config.model_copy(update={"train": train.model_copy(update={"epochs": epochs})})
 
 
 def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:

@@ -5,8 +5,8 @@ Each run has its own folder (FOLDER/ARM/seed-N), an ordinary run folder that all
 read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,10 @@ def changed(config: moebius.Config, **sections: Mapping[str, Any]) -> moebius.Co
 
 def _check_overrides(file: ComparisonFile, overrides: Sequence[str]) -> None:
     keys = {override.partition("=")[0].strip() for override in overrides}
-    if file.steps and "train.steps" in keys:
+    if file.steps and (said := _lengths(keys)):
         raise CompareError(
             f"the file has steps = {file.steps}, from which warm-up, decay and evaluations follow: "
-            "give --steps N instead of train.steps=N"
+            f"give --steps N instead of {said[0]}"
         )
     if seeds := sorted(keys.intersection(_OF_THE_SEED)):
         raise CompareError(f"{seeds[0]} is set for each run: give --seeds N,N,… instead")
@@ -137,11 +137,20 @@ def _build(
         config = moebius.recipe(entry.recipe, *texts, **sections)
     except moebius.ConfigError as error:
         raise moebius.ConfigError(f"{origin}, arm {name}: {error}") from None
+    if config.train.epochs is not None:
+        raise CompareError(
+            f"{origin}, arm {name}: give train.steps or train.tokens, not train.epochs"
+        )
     # One machine does the work of all nodes: as many ranks, in the same mesh, so the same losses.
     ranks = config.world_size
     config.check_world(ranks)
     job = {"name": f"{file.name}-{name}"[:100], "rehearse_failure_at_step": None}
     return changed(config, job=job | {"num_nodes": 1, "ranks_per_node": ranks})
+
+
+def _lengths(keys: Collection[str]) -> list[str]:
+    """Returns the keys that say how long a run is."""
+    return [key for key in ("train.steps", "train.tokens", "train.epochs") if key in keys]
 
 
 def merged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,15 +179,14 @@ def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[
         for section in ("train", "optim")
         for key in changes.get(section, {})
     }
-    if "train.steps" in said:
+    if lengths := _lengths(said):
         raise CompareError(
-            f"{file.name}: steps = {steps} and a train.steps of its own; remove one of them"
+            f"{file.name}: steps = {steps} and a {lengths[0]} of its own; remove one of them"
         )
-    warmup = round(file.warmup * steps)
     follows = {
         "train.steps": steps,
-        "optim.warmup_steps": warmup,
-        "optim.decay_steps": max(1, steps - warmup),
+        "optim.warmup_steps": round(file.warmup * steps),
+        "optim.decay_steps": "auto",
         "train.eval_every": max(1, steps // file.evaluations),
     }
     return [f"{key}={value}" for key, value in follows.items() if key not in said]
@@ -291,7 +299,7 @@ def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, 
 
 _HARMLESS = ("job", "checkpoint")  # sections: where a run is and what it keeps
 _HARMLESS_KEYS = (
-    *("data.directory", "train.threads", "train.timeout_s", "train.steps"),
+    *("data.directory", "train.threads", "train.timeout_s", "train.steps", "train.tokens"),
     *("train.eval_every", "train.log_every"),  # change no weight
 )
 
@@ -320,6 +328,9 @@ def stale_runs(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
 def _changes(before: moebius.Config, now: moebius.Config) -> list[str]:
     changes = []
     saved, asked = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for values, config in ((saved, before), (asked, now)):  # the same lengths, however written
+        schedule = asdict(config.optim.over(config.train.steps))
+        values["optim"] |= {key: schedule[key] for key in ("warmup_steps", "decay_steps")}
     for section, values in saved.items():
         for key, value, new in _different(values, asked[section]):
             name = f"{section}.{key}"

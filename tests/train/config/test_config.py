@@ -184,9 +184,9 @@ def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path)
     with pytest.raises(ConfigError, match=experts) as refused:
         open_run(place_data(inner, tmp_path), run_dir)
     assert len(str(refused.value)) < 1_000
-    many = r"holds another run \((optim\.[^;]+; ){9}[^;]+ and 1 more\); continue it"
+    many = r"holds another run \((model\.[^;]+; ){9}[^;]+ and 1 more\); continue it"
     before = config.model_dump(mode="json")
-    before["optim"] |= dict.fromkeys(list(before["optim"])[:11], -1)
+    before["model"] |= dict.fromkeys(list(before["model"])[:11], -1)
     with pytest.raises(ConfigError, match=many):
         check_same_run(before, config, run_dir)
     other = tmp_path / "other"

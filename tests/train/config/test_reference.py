@@ -87,7 +87,7 @@ def test_the_differences_lead_from_the_defaults_to_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ([], ["optim", "AdamW"]),
+        ([], ["optim", "the optimizer and the schedule"]),
         (["job.limits"], ["job.limits.phase_s", "3600"]),
         (["optim.learning_rate"], ["optim.learning_rate=0.00025", "number > 0"]),
         (["smoke", "--diff"], ["job.num_nodes", "2"]),

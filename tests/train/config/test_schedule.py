@@ -1,58 +1,275 @@
-"""The published schedule at its published points."""
+"""The rates of every schedule, their lengths, and what is said about odd ones."""
+
+import math
+from pathlib import Path
 
 import pytest
 
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.config.schedule import learning_rate_at, schedule_notes
 from moebius.train.optim import OptimConfig
+from moebius.train.recipes.hub import HUB
+from moebius.train.recipes.published import PUBLISHED
 from moebius.train.recipes.smoke import RECIPES
 
 
+def rates(optim: OptimConfig, steps: int, count: int | None = None) -> list[float]:
+    run = optim.over(steps)
+    return [learning_rate_at(run, step) for step in range(count or steps)]
+
+
 def test_the_published_rates() -> None:
-    config = OptimConfig(warmup_steps=4000, decay_steps=100_000)
+    run = OptimConfig(warmup_steps=0.04, decay_steps=1.0).over(100_000)
+    assert (run.warmup_steps, run.decay_steps) == (4000, 100_000)
     expected = {0: 6.25e-8, 3999: 2.5e-4, 4000: 2.5e-4, 54000: 1.375e-4, 99999: 2.5888e-5}
     for step, rate in expected.items():
-        assert learning_rate_at(config, step) == pytest.approx(rate, rel=1e-4), step
+        assert learning_rate_at(run, step) == pytest.approx(rate, rel=1e-4), step
 
 
-def test_without_warmup_it_starts_at_the_peak_and_never_falls_below_the_floor() -> None:
-    config = OptimConfig(learning_rate=1e-3, decay_steps=10)
-    rates = [learning_rate_at(config, step) for step in range(30)]
-    assert rates[0] == 1e-3
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == pytest.approx(1e-4)
+@pytest.mark.parametrize("name", PUBLISHED | HUB)
+def test_fractions_give_the_published_rates_bit_for_bit_and_follow_shorter_runs(name: str) -> None:
+    config = RECIPES[name]()
+    steps, optim = config.train.steps, config.optim
+    peak, floor = optim.learning_rate, optim.final_fraction
+    warmup, decay = 2500, steps - 2500
+    if name in HUB:
+        warmup, decay = 2000, 98_000
+    elif name.partition("_")[0] not in ("mot", "gpt"):
+        warmup, decay = (0, 100_000) if "_44m" in name else (4000, 100_000)
+    run = optim.over(steps)
+    assert (run.warmup_steps, run.decay_steps) == (warmup, decay)
+    for step in {*range(0, steps, 997), warmup - 1, warmup, warmup + 1, steps - 1} - {-1}:
+        rate = peak * (step + 1) / (warmup or 1)
+        if step >= warmup:
+            progress = min((step - warmup) / decay, 1.0)
+            rate = peak * (floor + 0.5 * (1 - floor) * (1 + math.cos(math.pi * progress)))
+        assert learning_rate_at(run, step) == rate, step
+    short = rates(optim, 200)
+    assert max(short) == pytest.approx(peak)
+    assert short[-1] < 0.2 * peak
+    assert not schedule_notes(optim, 200)
 
 
-def test_the_cosine_ends_with_the_run_unless_a_recipe_means_a_number() -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1.0] * 12 + [1 - math.sqrt(i / 5) for i in range(5)]),
+        ({"decay_shape": "linear"}, [1.0] * 12 + [1 - i / 5 for i in range(5)]),
+        (
+            {"decay_shape": "cosine", "final_fraction": 0.5},
+            [1.0] * 12 + [0.75 + 0.25 * math.cos(math.pi * i / 5) for i in range(5)],
+        ),
+        ({"schedule": "constant"}, [1.0] * 17),
+        ({"schedule": "linear", "decay_steps": "auto"}, [1.0] + [1 - i / 16 for i in range(16)]),
+    ],
+)
+def test_after_the_warm_up_every_schedule_has_its_form(
+    settings: dict[str, str | float], expected: list[float]
+) -> None:
+    """Of 20 steps, 4 of them warm-up, 5 of them decay: f is the value of step 20, which none makes."""
+    common = {"schedule": "wsd", "learning_rate": 1.0, "warmup_steps": 4, "decay_steps": 5}
+    optim = OptimConfig.model_validate(common | settings)
+    found = rates(optim, 20)
+    assert found[:3] == [0.25, 0.5, 0.75]
+    assert found[3:] == pytest.approx(expected, abs=1e-15)
+    after = {"wsd": optim.final_fraction, "linear": 0.0, "constant": 1.0}[optim.schedule]
+    assert learning_rate_at(optim.over(20), 20) == after
+
+
+def test_a_decay_within_the_warm_up_has_the_lower_rate() -> None:
+    optim = OptimConfig(schedule="wsd", learning_rate=1.0, warmup_steps=10, decay_steps=1.0)
+    found = rates(optim, 10)
+    warm = [(step + 1) / 10 for step in range(10)]
+    assert found == [min(a, 1 - math.sqrt(b / 10)) for a, b in zip(warm, range(10), strict=True)]
+    assert "leave no step of train.steps=10 at the peak" in schedule_notes(optim, 10)[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "decay", "lengths"),
+    [
+        ("cosine", 0.1, None, (30, 270)),
+        ("wsd", 0.1, None, (30, 30)),
+        ("wsd", 1, 0.25, (1, 75)),
+        ("linear", 1.0, "auto", (300, 1)),
+        ("constant", ".01", "none", (3, 297)),
+        ("cosine", "7", "0012", (7, 12)),
+    ],
+)
+def test_lengths_are_steps_or_fractions_of_the_run(
+    schedule: str, warmup: object, decay: object, lengths: tuple[int, int]
+) -> None:
+    optim = OptimConfig.model_validate(
+        {"schedule": schedule, "warmup_steps": warmup, "decay_steps": decay}
+    )
+    run = optim.over(300)
+    assert (run.warmup_steps, run.decay_steps) == lengths
+    assert optim.final_fraction == (0.0 if schedule in ("wsd", "linear") else 0.1)
+    again = OptimConfig.model_validate_json(optim.model_dump_json())
+    assert (again, type(again.warmup_steps)) == (optim, type(optim.warmup_steps))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("warmup_steps=2e3", "number of steps, such as 2000, or a fraction of the run"),
+        ("decay_steps=1.5", "at most 1.0 (the whole run), such as 0.1 (given: 1.5)"),
+        ("decay_steps=nan", "such as 0.1 (given: nan)"),
+        ("decay_steps=0", "number of steps, such as 100"),
+        ("decay_steps=-0.1", "(given: -0.1)"),
+        ("warmup_steps=-1", "(given: -1)"),
+        ("warmup_steps=10%", "(given: '10%')"),
+        ("warmup_steps=none", "(given: None)"),
+        ("warmup_steps=auto", "(given: 'auto')"),
+        ("warmup_steps=true", "not a boolean"),
+        ("schedule=wds", "did you mean wsd?"),
+        ("decay_shape=exp", "Input should be 'sqrt', 'linear' or 'cosine'"),
+    ],
+)
+def test_a_bad_length_is_one_line_that_says_what_to_type(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve("smoke", [f"optim.{override}"], RECIPES)
+    assert words in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 2  # and the headline
+
+
+def test_another_schedule_leaves_the_recipes_decay_behind(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "moeut_244m"\n[optim]\nschedule = "linear"\n', encoding="utf-8")
+    for name, overrides in (("moeut_244m", ["optim.schedule=linear"]), (str(file), [])):
+        optim = resolve(name, overrides, RECIPES).optim
+        assert (optim.decay_steps, optim.final_fraction) == ("auto", 0.0)
+        assert optim.warmup_steps == 0.04
+    kept = resolve(str(file), ["optim.schedule=wsd", "optim.decay_steps=9"], RECIPES).optim
+    assert (kept.decay_steps, kept.final_fraction) == (9, 0.0)
+    same = resolve("moeut_244m", ["optim.schedule=cosine"], RECIPES).optim
+    assert (same.decay_steps, same.final_fraction) == (1.0, 0.1)
+
+
+def test_no_recipe_has_an_odd_schedule() -> None:
     for name, build in RECIPES.items():
         config = build()
-        optim = config.optim.over(config.train.steps)
-        last = learning_rate_at(optim, config.train.steps - 1) / optim.learning_rate
-        assert last == pytest.approx(optim.final_fraction, rel=0.04), name
+        last = rates(config.optim, config.train.steps)[-1] / config.optim.learning_rate
+        assert last == pytest.approx(config.optim.final_fraction, rel=0.04), name
         assert not schedule_notes(config.optim, config.train.steps), name
-    smoke = RECIPES["smoke"]().optim
-    rates = [learning_rate_at(smoke.over(300), step) for step in range(20, 300)]
-    assert len(set(rates)) == len(rates)
-    large = RECIPES["moeut_244m"]().optim
-    assert large.over(100_000) == large.over(50_000)
-    assert (large.warmup_steps, large.decay_steps) == (4000, 100_000)
 
 
-def test_a_cosine_that_does_not_end_with_the_run_is_told_in_one_line() -> None:
-    optim = OptimConfig(learning_rate=1e-3, warmup_steps=20)
-    early = optim.model_copy(update={"decay_steps": 160})
-    assert schedule_notes(early, 300) == [
-        "optim.decay_steps=160 ends the cosine at step 180, and train.steps=300: the last step's "
-        "rate is 0.0001; optim.decay_steps=none ends it with the run"
-    ]
-    assert "the last step's rate is 0.000929;" in schedule_notes(early, 50)[0]
-    assert schedule_notes(optim, 10) == [
-        "optim.warmup_steps=20 is more than train.steps=10: the last step's rate is 0.0005"
-    ]
-    assert "set optim.decay_steps=140" in schedule_notes(optim, 300, 160)[0]
-    own = early.model_copy(update={"schedule": "mine:constant"})
-    for quiet in (
-        schedule_notes(early, 180),
-        schedule_notes(optim, 160, 160),
-        schedule_notes(own, 9),
-    ):
-        assert not quiet
+@pytest.mark.parametrize(
+    ("settings", "steps", "words"),
+    [
+        (
+            {"decay_steps": 160},
+            300,
+            "optim.decay_steps=160 ends the cosine at step 180, and train.steps=300: the last step's "
+            "rate is 0.0001; optim.decay_steps=auto ends it with the run",
+        ),
+        ({"decay_steps": 160}, 50, "the last step's rate is 0.000929;"),
+        ({"schedule": "linear", "decay_steps": 160}, 300, "ends the linear at step 180"),
+        ({}, 10, "optim.warmup_steps=20 is more than train.steps=10: the last step's rate is 0.0005"),
+        ({"schedule": "wsd"}, 10, "optim.warmup_steps=20 is more than train.steps=10"),
+        ({"schedule": "wsd", "decay_steps": 90}, 100, "leave no step of train.steps=100 at the peak"),
+        ({"schedule": "constant", "decay_steps": 9}, 100, "optim.decay_steps=9 has no effect"),
+        ({"decay_shape": "linear"}, 100, "no effect without optim.schedule=wsd"),
+        ({"decay_steps": 160}, 180, ""),
+        ({"decay_steps": 0.5}, 300, ""),
+        ({"schedule": "wsd", "decay_steps": 81}, 100, ""),
+        ({"schedule": "constant"}, 100, ""),
+        ({"schedule": "mine:f", "decay_steps": 7}, 9, ""),
+    ],
+)  # fmt: skip
+def test_what_is_odd_is_told_in_one_line(
+    settings: dict[str, object], steps: int, words: str
+) -> None:
+    optim = OptimConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 20} | settings)
+    notes = schedule_notes(optim, steps)
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "words"),
+    [
+        (
+            {},
+            300,
+            "train.steps=160 became 300: step 101 has the rate 0.000831 instead of 0.00045, because "
+            "the schedule follows the run's length; to keep the former rates, set optim.decay_steps=140",
+        ),
+        ({"warmup_steps": 0.125}, 320, "set optim.warmup_steps=20 optim.decay_steps=140"),
+        ({"schedule": "wsd"}, 300, "the decay begins after step 270 instead of 144"),
+        (
+            {"schedule": "wsd", "decay_steps": 80},
+            300,
+            "the decay begins after step 220 instead of 80; step 101 has the rate 0.001 instead of "
+            "0.0005: it rises again",
+        ),
+        ({"schedule": "wsd"}, 105, "after step 95 instead of 144; step 101 has the rate 0.000293"),
+        ({"schedule": "constant"}, 300, ""),
+        ({"decay_steps": 140}, 300, ""),
+        ({}, 160, ""),
+    ],
+)
+def test_a_continued_run_of_another_length_is_told_what_becomes_of_its_rates(
+    settings: dict[str, object], steps: int, words: str
+) -> None:
+    optim = OptimConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 20} | settings)
+    notes = schedule_notes(optim, steps, before=optim.over(160), done=100)
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)
+
+
+# train.tokens, train.epochs ---------------------------------------------------------------------
+
+
+def train_of(name: str, *overrides: str) -> tuple[int, int | None, float | None]:
+    train = resolve(name, overrides, RECIPES).train
+    return train.steps, train.tokens, train.epochs
+
+
+def test_the_last_word_says_how_long_the_run_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "smoke"\n[train]\ntokens = 1e5\n', encoding="utf-8")
+    per_step = 16 * 128
+    assert train_of(str(file)) == (math.ceil(100_000 / per_step), 100_000, None)
+    assert train_of(str(file), "train.global_batch=32") == (25, 100_000, None)
+    assert train_of(str(file), "train.steps=7") == (7, None, None)
+    assert train_of(str(file), "train.epochs=2") == (160, None, 2.0)
+    assert train_of(str(file), "train.tokens=none") == (160, None, None)
+    assert train_of("smoke", "train.tokens=2e9") == (976_563, 2_000_000_000, None)
+    saved = tmp_path / "config.json"
+    resolve(str(file), [], RECIPES).save(saved)
+    as_recipe = {str(saved): lambda: Config.load(saved)}
+    for change, steps in (("tokens=2e5", 98), ("steps=9", 9), ("seed=1", 49)):
+        assert resolve(str(saved), [f"train.{change}"], as_recipe).train.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.steps=5", "train.tokens=1e6"], "overrides: train.steps and train.tokens each say"),
+        (["train.epochs=1", "train.steps=5"], "overrides: train.steps and train.epochs each say"),
+        (["train.tokens=2.5"], "train.tokens: Input should be a valid integer"),
+        (["train.tokens=0"], "train.tokens: Input should be greater than 0"),
+        (["train.epochs=-1"], "train.epochs: Input should be greater than 0"),
+        (["train.epochs=inf"], "train.epochs: Input should be less than or equal to"),
+        (["train.epochs=2", "train.start_when=1000"], "starts before all rows are known; give"),
+        (
+            ["train.epochs=2", 'prepare.sources=[{name="a",input="a"},{name="b",input="b"}]'],
+            "train.epochs=2.0: a mixture of a, b has no common end; give train.steps or train.tokens",
+        ),
+    ],
+)
+def test_a_length_that_cannot_be_meant_is_one_line(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve("smoke", overrides, RECIPES)
+    assert words in str(refused.value)
+
+
+def test_two_lengths_in_one_file_or_section_are_refused(tmp_path: Path) -> None:
+    for recipe in ('recipe = "smoke"\n', ""):
+        file = tmp_path / "both.toml"
+        file.write_text(f"{recipe}[train]\nsteps = 5\nepochs = 2\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"both.toml: train.steps and train.epochs each say"):
+            resolve(str(file), [], RECIPES)
+    with pytest.raises(ValueError, match=r"tokens are 2 steps, and train\.steps=5: give one of"):
+        Config.model_validate({"train": {"steps": 5, "tokens": 5_000}})

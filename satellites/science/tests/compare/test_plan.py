@@ -39,7 +39,7 @@ def test_flops_can_be_matched_by_steps_with_the_schedule_following(tmp_path: Pat
     ratio = deep.size.flops.forward / baseline.size.flops.forward
     assert train.steps == deep.value == round(400 / ratio)
     assert optim.warmup_steps == round(0.05 * train.steps)
-    assert optim.decay_steps == train.steps - optim.warmup_steps
+    assert optim.over(train.steps).decay_steps == train.steps - optim.warmup_steps
     assert train.eval_every == train.steps // 2
 
 
