@@ -23,14 +23,20 @@ The hottest rank's load counts at its median for time, and at its 99th percentil
 from math import log, sqrt
 
 from .prediction import LayoutCandidate, PlannedCollective, Prediction, Scenario, StepTime
-from .step_collectives import dispatch_launches, gradient_sums, row_exchanges, weight_gathers
-from .step_memory import predict_memory, weights_held
+from .step_collectives import (
+    dispatch_launches,
+    gradient_sums,
+    muon_exchanges,
+    row_exchanges,
+    weight_gathers,
+)
+from .step_memory import muon_held, predict_memory, weights_held
 from .workload import Bank
 
 RECOMPUTATION = ("none", "selective", "full")  # from the fastest to the smallest
 SHARDINGS = ("none", "fsdp")
-# Per weight: master, gradient and moments are read, master and moments written.
-OPTIMIZER_PASSES_BYTES = 28
+# Per weight: master, gradient and moments are read, master and moments written. Muon has one moment.
+OPTIMIZER_PASSES_BYTES, MUON_PASSES_BYTES = 28, 20
 
 
 def predict(scenario: Scenario, candidate: LayoutCandidate) -> Prediction:
@@ -39,14 +45,15 @@ def predict(scenario: Scenario, candidate: LayoutCandidate) -> Prediction:
     exchanges, gathers, sums = (
         tuple(make(scenario, candidate)) for make in (row_exchanges, weight_gathers, gradient_sums)
     )
-    time = _step_time(scenario, candidate, *map(_seconds, (exchanges, gathers, sums)))
+    updates = tuple(muon_exchanges(scenario, candidate))
+    time = _step_time(scenario, candidate, *map(_seconds, (exchanges, gathers, sums, updates)))
     memory = predict_memory(scenario, candidate)
     rate = scenario.micro_batches * scenario.tokens / time.total
     return Prediction(
         candidate,
         memory,
         time,
-        (*exchanges, *gathers, *sums),
+        (*exchanges, *gathers, *sums, *updates),
         fits=memory.total <= hardware.usable_memory * hardware.memory_bytes,
         tokens_per_s=rate * candidate.world_size,
         mfu=3 * work.forward_flops * rate / hardware.peak(work.precision),
@@ -61,19 +68,33 @@ def _seconds(calls: tuple[PlannedCollective, ...]) -> float:
 
 
 def _step_time(
-    scenario: Scenario, candidate: LayoutCandidate, exchange: float, gathered: float, sums: float
+    scenario: Scenario, candidate: LayoutCandidate, exchange: float, gathered: float, *sent: float
 ) -> StepTime:
-    hardware, work = scenario.hardware, scenario.workload
+    hardware, work, (sums, updates) = scenario.hardware, scenario.workload, sent
     passes = scenario.micro_batches * _passes(candidate.recompute)
     experts = sum(uses * expert_s(scenario, bank, candidate.ep) for bank, uses in work.uses)
     compute = passes * (experts + dense_s(scenario) + elementwise_s(scenario))
     core, overlapped = compute + exchange, hardware.gather_overlap * gathered
     gather = max(core, overlapped) + (gathered - overlapped) - core
-    optimizer = OPTIMIZER_PASSES_BYTES * weights_held(work, candidate) / hardware.memory_bandwidth
+    optimizer = optimizer_s(scenario, candidate, updates)
     device = core + gather + sums + optimizer
     waiting = max(0.0, host_s(scenario, candidate) - device)
     straggler = hardware.straggler * sqrt(2 * log(candidate.world_size)) * (device + waiting)
     return StepTime(compute, exchange, gather, sums, optimizer, waiting, straggler)
+
+
+def optimizer_s(scenario: Scenario, candidate: LayoutCandidate, updates: float) -> float:
+    """Returns the seconds of the weights' update; Muon's exchanges hide its products, or they it."""
+    work, hardware = scenario.workload, scenario.hardware
+    own = muon_held(work, candidate)
+    touched = OPTIMIZER_PASSES_BYTES * (weights_held(work, candidate) - own)
+    seconds = (touched + MUON_PASSES_BYTES * own) / hardware.memory_bandwidth
+    if work.muon is None:
+        return seconds
+    fullest = work.expert_parameters(candidate.ep) / max(1.0, work.expert_parameters())
+    flops = work.muon.flops / max(1, min(candidate.sharing, work.muon.matrices))
+    flops += work.muon.expert_flops * fullest / (candidate.sharing // candidate.ep)
+    return seconds + max(updates, flops / (hardware.matmul_efficiency * hardware.peak("bfloat16")))
 
 
 def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:

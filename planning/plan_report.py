@@ -52,6 +52,7 @@ def plan_report(
         "tokens_per_rank": scenario.tokens,
         "micro_batches": scenario.micro_batches,
         "precision": work.precision,
+        "muon": work.muon and asdict(work.muon) | {"expert_weights": work.expert_parameters()},
         "plans": plans,
         "impossible": impossible,
         "hottest_rank": hottest,  # over the mean, in the largest size's best plan with ep > 1
@@ -90,7 +91,7 @@ def render_plans(report: dict[str, Any], *, top: int) -> Group:
     return Group(
         table,
         Text(""),
-        *map(Text, _skew(report)),
+        *map(Text, (*_skew(report), *_muon(report))),
         *(Text(line, style="yellow") for line in _warnings(report)),
         Text(""),
         *(Text(line, style="dim") for line in notes),
@@ -143,6 +144,17 @@ def _skew(report: dict[str, Any]) -> Iterator[str]:
     if factors:
         source = report["sources"]["routing skew"]
         yield f"hottest rank over the mean, median / p99: {'; '.join(factors)} ({source})"
+
+
+def _muon(report: dict[str, Any]) -> Iterator[str]:
+    if found := report["muon"]:
+        flops = found["flops"] + found["expert_flops"]
+        weights = found["weights"] + found["expert_weights"]
+        yield (
+            f"Muon: one moment for {weights / 1e6:,.0f}M weights; their updates take "
+            f"{flops / 1e12:.3g} TFLOP and {4 * weights / 1e9:.3g} GB per step (of matrices that FSDP "
+            "cuts twice that, of its whole experts none), which more nodes do not lessen"
+        )
 
 
 def _warnings(report: dict[str, Any]) -> Iterator[str]:

@@ -35,6 +35,11 @@ class LayoutCandidate:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def sharing(self) -> int:
+        """Returns how many ranks share the work of Muon's updates."""
+        return self.dp_shard if self.sharding == "fsdp" else self.world_size
+
+    @property
     def efsdp(self) -> int:
         """Returns how many ranks of a shard group hold the same experts."""
         return self.dp_shard // self.ep

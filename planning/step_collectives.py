@@ -172,6 +172,33 @@ def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Pl
         yield from _dense_call(scenario, f"sum {kind} gradients", "all_reduce", 1, num_bytes, group)
 
 
+def muon_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[PlannedCollective]:
+    """Yields what Muon sends (distributed/muon.py), in float32.
+
+    The owner of a matrix sends its update to all that store it. Of a matrix that FSDP cuts, it
+    collects the momentum and returns the update; a rank's whole experts need neither.
+    """
+    work, per_node, ep = scenario.workload, scenario.hardware.ranks_per_node, candidate.ep
+    if work.muon is None:
+        return
+    ranks = candidate.sharing
+    experts = sum(
+        member.copies * bank.fullest(ep) * bank.weights_per_expert
+        for member in work.members
+        for bank in member.banks
+        if candidate.sharding == "none" or bank.fullest(ep) < ranks // ep
+    )
+    for kind, weights, group in (
+        ("dense", work.muon.weights, strided_group(ranks, 1, per_node)),
+        ("expert", experts, strided_group(ranks // ep, ep, per_node)),
+    ):
+        name, num_bytes = f"Muon's {kind} updates", weights * GRADIENT_BYTES
+        if candidate.sharding == "none":
+            yield from _dense_call(scenario, name, "broadcast", 1, num_bytes, group)
+        else:
+            yield from _dense_call(scenario, name, "all_to_all", 2, num_bytes / group.size, group)
+
+
 def _dense_call(
     scenario: Scenario, name: str, op: str, calls: float, num_bytes: float, group: Group
 ) -> Iterator[PlannedCollective]:

@@ -1,8 +1,8 @@
 """Counts bytes on the rank with the most rows: weights, gradients, moments, activations, routed
 rows.
 
-A weight takes 4 bytes for its float32 master, 8 for Adam's moments and 4 for its gradient, plus
-2 + 2 for the products' copy and its gradient in bfloat16: 18 or 20 before sharding. Unsharded
+A weight takes 4 bytes for its float32 master, 8 for Adam's moments (4 for Muon's) and 4 for its
+gradient, plus 2 + 2 for the products' copy and its gradient in bfloat16: 18 or 20 before sharding. Unsharded
 gradients have a second copy in the buckets that are summed.
 """
 
@@ -26,7 +26,7 @@ def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
         weights,
         gradients,
         MASTER_BYTES * held,
-        MOMENTS_BYTES * held,
+        MOMENTS_BYTES * held - MOMENTS_BYTES / 2 * muon_held(work, candidate),
         activations,
         routed,
         # One chunk with its log-softmax and gradient in float32 (model/head_loss.py).
@@ -42,6 +42,15 @@ def weights_held(work: Workload, candidate: LayoutCandidate) -> float:
     if candidate.sharding == "fsdp":
         return dense / candidate.dp_shard + experts / candidate.efsdp
     return dense + experts
+
+
+def muon_held(work: Workload, candidate: LayoutCandidate) -> float:
+    """Returns how many of them Muon updates, which have one moment."""
+    if work.muon is None:
+        return 0.0
+    others = work.dense_parameters - work.muon.weights
+    shards = candidate.dp_shard if candidate.sharding == "fsdp" else 1
+    return weights_held(work, candidate) - others / shards
 
 
 def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, float]:

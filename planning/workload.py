@@ -9,7 +9,7 @@ Legend: R repeats of a layer group, H heads, E experts (of one head), K chosen.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..distributed.parallelize import expert_names
 from ..kernels.reference import columns_of
 from ..model.block import Layer
 from ..model.config.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
@@ -24,6 +25,7 @@ from ..model.config.feed_forward_config import ExpertsConfig
 from ..model.config.model_config import ModelConfig
 from ..model.cost import count_parameters, forward_flops
 from ..model.execution.precision import forward_in
+from ..model.execution.roles import roles_of
 from ..model.experts import ExpertLinears
 from ..model.moe import SparseFeedForward, SparseLayer
 from ..model.routers.mixture import TokenMixingConfig
@@ -100,6 +102,16 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Muon:
+    """Describes what Muon updates beside all experts, and the work of making it all orthogonal."""
+
+    matrices: float
+    weights: float
+    flops: float
+    expert_flops: float  # of all experts
+
+
+@dataclass(frozen=True)
 class Workload:
     """Describes a model by its cost in time, memory and traffic, per token except for weights."""
 
@@ -111,6 +123,7 @@ class Workload:
     vocab_size: int
     precision: str  # of the products
     launches: float = 0.0  # operations that the host launches in a forward pass
+    muon: Muon | None = None  # None: AdamW updates all weights
 
     @property
     def bytes_per_element(self) -> int:
@@ -174,6 +187,23 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
         saved_bytes=saved_bytes - kept,
         launches=launches,
     )
+
+
+def with_muon(work: Workload, config: ModelConfig, *, steps: int, routers: bool) -> Workload:
+    """Returns the workload of a model whose matrices Muon updates, in `steps` iterations."""
+    with torch.device("meta"):
+        model = Transformer(config, backend="segments")
+    experts, parts = expert_names(model), {"body", "router"} if routers else {"body"}
+    muon = Muon(0, 0.0, 0.0, 0.0)
+    for name, role in roles_of(model).items():
+        if role.is_matrix and role.part in parts:
+            shape = model.get_parameter(name).shape
+            outputs, inputs = shape[:-3:-1] if role.kind == "bank" else shape[-2:]
+            m, n = sorted((outputs // role.maps, inputs))
+            flops = 4.0 * steps * shape[:-2].numel() * role.maps * m * m * n
+            more = (0, 0.0, 0.0, flops) if name in experts else (1, shape.numel(), flops, 0.0)
+            muon = Muon(*map(sum, zip(astuple(muon), more, strict=True)))
+    return replace(work, muon=muon)
 
 
 def _without_limit(config: ModelConfig, length: int) -> ModelConfig:

@@ -116,7 +116,7 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
     """
     from ...planning.prediction import Scenario
     from ...planning.routing_skew import RoutingSkew, recorded_skew
-    from ...planning.workload import describe
+    from ...planning.workload import describe, with_muon
 
     if config.mesh.replicas:
         raise ValueError(
@@ -138,6 +138,9 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
             "least 1"
         )
     workload = describe(config.model, seq_len=config.data.seq_len, precision=precision)
+    if config.optim.kind == "muon":
+        muon = config.optim.muon
+        workload = with_muon(workload, config.model, steps=muon.steps, routers=muon.routers)
     skew = recorded_skew(options.skew) if options.skew else RoutingSkew()
     skew.check([bank for bank, _ in workload.uses])
     return Scenario(workload, machine, tokens, skew, options.micro_batches)

@@ -17,7 +17,7 @@ from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
 from moebius.planning.step_collectives import dispatch_launches
 from moebius.planning.step_memory import predict_memory
-from moebius.planning.workload import Bank, Member, Workload, _Launches, describe
+from moebius.planning.workload import Bank, Member, Muon, Workload, _Launches, describe
 from moebius.train.recipes.smoke import RECIPES
 
 H100, H200, B200 = HARDWARE["h100"], HARDWARE["h200"], HARDWARE["b200"]
@@ -127,6 +127,34 @@ def test_sharded_weights(copies: int, repeats: int, gathers: int) -> None:
     assert calls["gather layer, experts"].calls == gathers * copies
     assert calls["gather layer, experts"].bytes_per_call == 2 * 8 * 500 / 2 / 2  # efsdp = 2
     assert calls["feed_forward dispatch"].calls == 2 * copies * repeats
+
+
+def test_muon_has_one_moment_and_sends_updates() -> None:
+    """Of 4000 dense weights, 3000 in 6 matrices. Experts that lie whole on a rank send nothing."""
+    muon = Muon(6, 3000.0, 6e12, 8e12)
+    scenario = replace(TEN, workload=replace(TINY, muon=muon))
+
+    def planned(
+        copies: int, shards: int, ep: int, sharding: str
+    ) -> tuple[float, dict[str, float], float]:
+        layout = LayoutCandidate(copies, shards, ep, sharding, "alltoall")
+        found, without = (
+            predict(replace(scenario, workload=work), layout) for work in (scenario.workload, TINY)
+        )
+        sent = {call.name: call.num_bytes for call in found.collectives if "Muon" in call.name}
+        return found.memory.moments, sent, found.time.optimizer - without.time.optimizer
+
+    peak, experts = 0.75 * H100.peak_bf16, 2 * 8 * 500
+    moments, sent, seconds = planned(2, 4, 4, "none")
+    assert moments == 8 * 1000 + 4 * (3000 + experts / 4)
+    dense, banks = (f"Muon's {kind} updates" for kind in ("dense", "expert"))
+    assert sent == {dense: 4 * 3000 * 7 / 8, banks: 4 * experts / 4 / 2}
+    saved = 8 * (3000 + experts / 4) / H100.memory_bandwidth
+    assert seconds == pytest.approx((6e12 / 6 + 8e12 / 8) / peak - saved)  # 6 matrices on 8 ranks
+    moments, sent, seconds = planned(1, 4, 2, "fsdp")
+    assert moments == (8 * 1000 + 4 * (3000 + experts)) / 4
+    assert sent == {dense: 2 * 4 * 3000 / 4 * 3 / 4}
+    assert planned(1, 16, 1, "fsdp")[1][banks] == 2 * 4 * experts / 16 * 15 / 16  # 8 experts
 
 
 # A MoEUT ------------------------------------------------------------------------------------------

@@ -190,6 +190,7 @@ def test_json_says_what_the_table_says(plan: Any) -> None:
     [
         ("moeut_244m", "feed_forward 1.00 / 1.00 (balanced)"),
         ("smoke", "ms more than the device needs; compile the model"),
+        ("moeut_244m optim.kind=muon", "Muon: one moment for 226M weights; their updates take"),
         (
             "smoke --ep 16 --nodes 1 2",
             "1 node: no layout: ep 16 needs 16 ranks, and there are only 8",

@@ -1,16 +1,21 @@
 """The reduced model, against the model itself."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
+from moebius.distributed.parallelize import expert_names
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.execution.precision import forward_in
+from moebius.model.execution.roles import roles_of
 from moebius.model.transformer import Transformer
-from moebius.planning.workload import _Launches, describe, kept_by_bank
+from moebius.planning.workload import _Launches, describe, kept_by_bank, with_muon
+from moebius.train.optim import MuonConfig, OptimConfig, optimizer_of
 from moebius.train.recipes.smoke import RECIPES
 
 SMALL = ModelConfig(
@@ -34,6 +39,33 @@ def test_weights_and_flops_are_the_models(name: str) -> None:
     assert work.forward_flops == pytest.approx(flops, rel=1e-12)
     assert work.num_layers == config.model.num_layers
     assert min(work.dense_flops, work.saved_bytes, work.root_parameters) > 0
+
+
+@pytest.mark.parametrize("routers", [False, True])
+@pytest.mark.parametrize("name", [*KINDS, "qwen3_moe_small", "deepseek_v3_small"])
+def test_muon_updates_what_the_planner_counts(name: str, routers: bool) -> None:
+    config, settings = (
+        RECIPES[name]().model,
+        OptimConfig(kind="muon", muon=MuonConfig(routers=routers)),
+    )
+    with torch.device("meta"):
+        model = Transformer(config)
+    optimizer, roles = optimizer_of(settings, model), roles_of(model)
+    groups = [group["params"] for group in optimizer.param_groups if "momentum" in group]
+    updated, weights, flops = {one for group in groups for one in group}, 0, 0
+    for name, parameter in model.named_parameters():
+        if parameter in updated:
+            maps = roles[name].maps
+            *stack, rows, columns = parameter.shape
+            rows, columns = (rows, columns // maps) if stack else (rows // maps, columns)
+            weights += parameter.numel()
+            flops += 20 * maps * math.prod(stack) * min(rows, columns) * rows * columns
+    work = with_muon(describe(config, seq_len=64), config, steps=5, routers=routers)
+    assert work.muon is not None
+    vectors = [one for one in expert_names(model) if not roles[one].is_matrix]
+    biases = sum(model.get_parameter(one).numel() for one in vectors)
+    assert work.muon.weights + work.expert_parameters() == weights + biases
+    assert work.muon.flops + work.muon.expert_flops == flops
 
 
 def test_banks_of_a_moeut() -> None:
