@@ -124,7 +124,9 @@ class Muon(torch.optim.Optimizer):
             role, sizes = self._roles[parameter], local_shard_of(parameter).global_shape[-2:]
             key = (ranks, cut, sizes, role, parameter.dtype)
             # the same on all ranks that share the stack
-            num_bytes = 4 * parameter.numel() // (1 if cut is None or ranks is None else ranks.size())
+            num_bytes = (
+                4 * parameter.numel() // (1 if cut is None or ranks is None else ranks.size())
+            )
             stack = open_stacks.get(key)
             if stack is None or stack.num_bytes + num_bytes > STACK_BYTES:
                 stack = _Stack(group, role, sizes, ranks, cut)
@@ -173,28 +175,32 @@ class _Stack:
         return min(self.sizes) ** 2 * max(self.sizes)
 
     @property
-    def num_matrices(self) -> int:
-        return sum(len(_as_bank(local_tensor(parameter))) for parameter in self.parameters)
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank()
 
     @property
-    def own(self) -> slice:
-        """Returns the matrices that this rank owns."""
-        if self.ranks is None:
-            return slice(None)
-        before = sum(self.counts_P[: self.ranks.rank()])
-        return slice(before, before + self.counts_P[self.ranks.rank()])
+    def starts_P(self) -> list[int]:
+        """Returns where each rank's own matrices begin, and the end."""
+        return [0, *accumulate(self.counts_P)]
 
     @property
     def parts_P(self) -> list[list[int]]:
-        """Returns the shape of each rank's part of a matrix, as torch.chunk cuts it."""
-        assert self.ranks is not None
-        shapes = [list(self.sizes) for _ in range(self.ranks.size())]
-        if self.cut is not None:
-            size = self.sizes[self.cut]
-            share = -(-size // len(shapes))
-            for rank, shape in enumerate(shapes):
-                shape[self.cut] = min(share, max(0, size - rank * share))
+        """Returns the shape of each rank's part of a cut matrix, as torch.chunk cuts it."""
+        assert self.cut is not None
+        size, shapes = self.sizes[self.cut], [list(self.sizes) for _ in self.counts_P]
+        share = -(-size // len(shapes))
+        for rank, shape in enumerate(shapes):
+            shape[self.cut] = min(share, max(0, size - rank * share))
         return shapes
+
+    @property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """Returns how many numbers go to each rank on the way to the owners, and come from it."""
+        sizes_P = [math.prod(part) for part in self.parts_P]
+        own = self.counts_P[self.rank]
+        return [count * sizes_P[self.rank] for count in self.counts_P], [
+            own * one for one in sizes_P
+        ]
 
     def orthogonal(self, u_NAB: Tensor) -> Tensor:
         """Returns every map's update, without the rate."""
@@ -216,37 +222,36 @@ class _Move:
 
     def collect(self) -> None:
         """Updates the momentum, and sends the parts of cut matrices to their owners."""
-        stack = self._stack
-        ahead = [self._look_ahead(parameter) for parameter in stack.parameters]
-        self._u_NAB = torch.cat(ahead)
-        if stack.cut is not None:
-            own, rank = self._num_owned, self._rank
-            to_P = [count * math.prod(stack.parts_P[rank]) for count in stack.counts_P]
-            from_P = [own * math.prod(part) for part in stack.parts_P]
-            self._arriving = self._exchange(self._u_NAB, to_P, from_P)
+        self._u_NAB = torch.cat([self._look_ahead(one) for one in self._stack.parameters])
+        if self._stack.cut is not None:
+            self._arriving = self._exchange(self._u_NAB, *self._stack.splits)
 
     def compute(self) -> None:
         """Computes the updates of the matrices owned here, and sends them to whom they belong."""
         stack = self._stack
-        if stack.ranks is None:
-            self._update_NAB = stack.orthogonal(self._u_NAB)
-        elif stack.cut is None:
-            self._update_NAB = torch.empty_like(self._u_NAB)
-            self._update_NAB[stack.own] = stack.orthogonal(self._u_NAB[stack.own])
-            self._broadcast(stack.ranks)
-        else:
-            self._wait()
-            own, rank = self._num_owned, self._rank
-            parts = self._arriving.split([own * math.prod(part) for part in stack.parts_P])
-            shaped = [
-                part.view(own, *shape) for part, shape in zip(parts, stack.parts_P, strict=True)
-            ]
-            update = stack.orthogonal(torch.cat(shaped, stack.cut + 1))
-            cuts = update.split([shape[stack.cut] for shape in stack.parts_P], stack.cut + 1)
-            to_P = [part.numel() for part in cuts]
-            from_P = [count * math.prod(stack.parts_P[rank]) for count in stack.counts_P]
-            sent = torch.cat([part.flatten() for part in cuts])
-            self._update_NAB = self._exchange(sent, to_P, from_P).view(self._u_NAB.shape)
+        if stack.cut is not None:
+            self._compute_cut(stack, stack.cut)
+            return
+        self._update_NAB = torch.empty_like(self._u_NAB)
+        for owner, (start, end) in enumerate(pairwise(stack.starts_P)):
+            own = self._update_NAB[start:end]
+            if owner == stack.rank:
+                own.copy_(stack.orthogonal(self._u_NAB[start:end]))
+            if stack.ranks is not None and start < end:
+                work = dist.broadcast(own, group=stack.ranks, group_src=owner, async_op=True)
+                self._works.append(work)
+
+    def _compute_cut(self, stack: _Stack, cut: int) -> None:
+        self._wait()
+        to_P, from_P = stack.splits
+        own = stack.counts_P[stack.rank]
+        parts = zip(self._arriving.split(from_P), stack.parts_P, strict=True)
+        update = stack.orthogonal(
+            torch.cat([one.view(own, *shape) for one, shape in parts], cut + 1)
+        )
+        cuts = update.split([shape[cut] for shape in stack.parts_P], cut + 1)
+        returned = self._exchange(torch.cat([one.flatten() for one in cuts]), from_P, to_P)
+        self._update_NAB = returned.view(self._u_NAB.shape)
 
     def apply(self) -> None:
         """Decays the weights and subtracts the updates."""
@@ -273,15 +278,6 @@ class _Move:
         buffer.mul_(momentum).add_(fresh)
         return fresh.add_(buffer * momentum).to(torch.promote_types(buffer.dtype, torch.float32))
 
-    @property
-    def _rank(self) -> int:
-        assert self._stack.ranks is not None
-        return self._stack.ranks.rank()
-
-    @property
-    def _num_owned(self) -> int:
-        return self._stack.counts_P[self._rank]
-
     def _exchange(self, sent: Tensor, to_P: list[int], from_P: list[int]) -> Tensor:
         arriving = sent.new_empty(sum(from_P))
         self._sent = [sent.flatten()]
@@ -290,13 +286,6 @@ class _Move:
         )
         self._works = [work]
         return arriving
-
-    def _broadcast(self, ranks: dist.ProcessGroup) -> None:
-        starts = [0, *accumulate(self._stack.counts_P)]
-        for owner, (start, end) in enumerate(pairwise(starts)):
-            if start < end:
-                own = self._update_NAB[start:end]
-                self._works.append(dist.broadcast(own, group=ranks, group_src=owner, async_op=True))
 
     def _wait(self) -> None:
         for work in self._works:
@@ -334,17 +323,15 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 def _share_out(stacks: "Sequence[_Stack]") -> None:
     """Gives every matrix to the rank that has the least work so far."""
-    loads: dict[dist.ProcessGroup, list[tuple[int, int]]] = {}
+    loads: dict[dist.ProcessGroup | None, list[tuple[int, int]]] = {}
     for stack in stacks:
-        if stack.ranks is None:
-            continue
-        size = stack.ranks.size()
+        size = 1 if stack.ranks is None else stack.ranks.size()
         heap = loads.setdefault(stack.ranks, [(0, rank) for rank in range(size)])
         stack.counts_P = [0] * size
-        for _ in range(stack.num_matrices):
-            load, rank = heapq.heappop(heap)
+        for _ in range(sum(len(_as_bank(local_tensor(one))) for one in stack.parameters)):
+            load, rank = heap[0]
             stack.counts_P[rank] += 1
-            heapq.heappush(heap, (load + stack.cost, rank))
+            heapq.heapreplace(heap, (load + stack.cost, rank))
 
 
 def _as_bank(tensor: Tensor) -> Tensor:

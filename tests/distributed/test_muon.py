@@ -216,8 +216,9 @@ SIZES = {
     "gated, odd": ODD.changed(
         {"feed_forward.activation": "swiglu", "feed_forward.num_shared_experts": 1, "num_layers": 2}
     ),
-    "few experts": ODD.changed(
+    "few experts, and a rank without rows": ODD.changed(
         {"feed_forward.num_experts": 4, "feed_forward.router.top_k": 1, "num_layers": 2}
+        | {"attention.num_heads": 1, "attention.d_head": 6}
     ),
     "tied, drawn depth": tiny_config("huginn_moe", {"tied_head": True}),
     "latent": tiny_config("deepseek_v3_small"),
