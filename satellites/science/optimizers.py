@@ -37,7 +37,7 @@ from .loops.study import (
 )
 
 FILE = COMPARISONS / "optimizers.toml"
-RATES = (0.002, 0.004, 0.008, 0.016)  # of the sweep; neighbours differ by 2
+RATES = (0.008, 0.016, 0.032, 0.064)  # of the sweep; neighbours differ by 2
 MODELS = {"dense": "dense", "moeut": "MoEUT", "sigma_moe": "σ-MoE"}
 SHORT = 2 / 3  # of the steps: Muon's shorter runs
 
