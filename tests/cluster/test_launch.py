@@ -26,6 +26,8 @@ from moebius.cluster.launch import (
 from moebius.cluster.report.run_report import read_report
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.data_pipeline.read.corruption import open_fetcher
+from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.train.config.run_config import Config
 
 
@@ -79,6 +81,22 @@ def test_a_run_says_where_it_continues_once_nothing_is_left_to_refuse_it(run_dir
         assert not (run_dir / JOURNAL).exists()
     said = start(run_dir, train={"steps": 9})
     assert said.endswith("continues from the checkpoint of step 2, to step 9\n")
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_epochs_are_counted_in_prepared_data_and_a_new_length_is_told(run_dir, packing):
+    data = {"packing": packing, "override_position": True}
+    said = start(
+        run_dir, data=data, train={"epochs": 2}, optim={"decay_steps": None, "warmup_steps": 0}
+    )
+    config = Config.load(run_dir / "config.json")
+    samples = OrderedSamples(config.data, open_fetcher(config.data))
+    rows = samples.num_rows()
+    assert not samples.prepare(0, rows + 1)
+    assert samples.order.refs_at(0, rows + 1).epochs.tolist() == [0] * rows + [1]
+    assert config.train.epochs == 2
+    assert config.train.steps == 2 * rows // config.train.global_batch
+    assert f"train.steps=2 became {config.train.steps}: step 3 has the rate" in said
 
 
 def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
