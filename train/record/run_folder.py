@@ -248,7 +248,10 @@ def check_branch(
     Raises:
         ConfigError: they differ in another key.
     """
-    kept = {key: value for key, value in before["optim"].items() if key == "kind"}
+    # what has a momentum, and what AdamW's moments
+    routers = before["optim"].get("muon", {}).get("routers", False)
+    muon = asked.optim.muon.model_dump(mode="json") | {"routers": routers}
+    kept = {"kind": before["optim"].get("kind", "adamw"), "muon": muon}
     if found := _differences({**before, "optim": kept}, asked):
         raise ConfigError(
             f"{name}: a branch goes on with its trunk's model, data and optimizer, and here differ "

@@ -1,6 +1,7 @@
 """Muon: the recorded steps, one bit pattern on every layout, and what belongs to it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 import torch
 from family import MODELS, tiny_config, tiny_model
 from meshes import model_on
+from parts import make_config
 from shared import shared_folder
 from small_model import ODD, TINY
 from torch import Tensor, nn
+from trained import column, different, lines, newest_state, run_training
 from world import run_ranks
 
 from moebius.distributed import muon
@@ -25,7 +28,9 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.roles import Role, roles_of
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
-from moebius.train.optim import MuonConfig, OptimConfig, optimizer_of
+from moebius.train.config.errors import ConfigError
+from moebius.train.optim import MuonConfig, OptimConfig, optimizer_of, rate_notes, set_rates
+from moebius.train.record.run_folder import check_branch
 from moebius.train.state import check_state, state_tensors
 
 CONFIG = OptimConfig(kind="muon", learning_rate=0.02, weight_decay=0.1)
@@ -300,3 +305,63 @@ def test_every_layout_has_the_same_bits_after_twenty_steps(name: str) -> None:
                         for start, size in zip(offsets, block.shape, strict=True)
                     )
                     assert torch.equal(whole[key][at], block), (world, mesh, key)
+
+
+def test_a_branch_may_change_muons_numbers_and_not_what_it_updates() -> None:
+    before, asked = (make_config(optim__kind="muon", optim__muon=given) for given in ({}, CHANGED))
+    with pytest.raises(
+        ConfigError, match=r"differ optim.muon.routers: the run has False, now True;"
+    ):
+        check_branch(before.model_dump(mode="json"), asked, "--from a@4", trunk=Path("a"))
+
+
+CHANGED = {"routers": True, "momentum": 0.9, "scale": "spectral"}
+
+
+def test_what_muon_does_not_read_and_rates_of_the_other_scale_are_told() -> None:
+    with pytest.raises(ValueError, match=r"optim.muon={'momentum': 0.9} with optim.kind='adamw'"):
+        OptimConfig(muon=MuonConfig(momentum=0.9))
+    matched, spectral = MuonConfig(), MuonConfig(scale="spectral")
+    notes = {
+        (scale.scale, rate): rate_notes(OptimConfig(kind="muon", muon=scale, learning_rate=rate))
+        for scale in (matched, spectral)
+        for rate in (1e-3, 0.02)
+    }
+    assert not notes["match_rms_adamw", 1e-3]
+    assert not notes["spectral", 0.02]
+    assert notes["match_rms_adamw", 0.02] == [
+        "optim.learning_rate=0.02 with optim.muon.scale=match_rms_adamw, whose rates are those of "
+        "AdamW, 2e-4 to 5e-3; for rates about 0.02 set optim.muon.scale=spectral"
+    ]
+    assert "set optim.muon.scale=match_rms_adamw" in notes["spectral", 1e-3][0]
+    own = MuonConfig(learning_rate=0.02, scale="spectral")
+    config = OptimConfig(kind="muon", muon=own, learning_rate=1e-3)
+    assert not rate_notes(config)
+    optimizer = optimizer_of(config, tiny_model("moeut"))
+    set_rates(optimizer, 5e-4, peak=1e-3)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01, 5e-4}
+
+
+def test_a_run_says_once_what_takes_which_step_and_resumes_with_the_same_bits(
+    data: Path, tmp_path: Path
+) -> None:
+    """On two ranks, and then on four that share the experts."""
+    runs = []
+    for name, steps in (("whole", (6,)), ("resumed", (3, 6))):
+        for number in steps:
+            settings = {"steps": number, "global_batch": 8, "micro_batch": 2}
+            optim = {"kind": "muon", "muon": {"cautious": True}, "weight_decay_on": "matrices"}
+            optim |= {"decay_steps": 20}
+            config = make_config(data, model=TINY, optim=optim, train=settings, checkpoint__every=3)
+            run_ranks(run_training, 2, config, tmp_path / name)
+        runs.append(newest_state(tmp_path / name))
+    assert not different(*runs)
+    assert any(name.startswith("optimizer.momentum_buffer.group.0") for name in runs[0])
+    assert len([name for name in runs[0] if name.startswith("optimizer.exp_avg.group.0")]) > 1
+    [start] = lines(tmp_path / "whole", "start")
+    assert start["optimizer"] == "Muon: 6 tensors of 18 matrices; AdamW: 12 tensors"
+    resized = make_config(
+        data, model=TINY, optim=optim, train=settings | {"steps": 8}, mesh={"ep": 2}
+    )
+    assert run_ranks(run_training, 4, resized, tmp_path / "whole") == ["finished"] * 4
+    assert column(tmp_path / "whole")[-1] < column(tmp_path / "whole")[0]
