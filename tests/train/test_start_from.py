@@ -20,7 +20,6 @@ from moebius.distributed.checkpoint.source import SOURCE, Source, load_start, re
 from moebius.export.start import start_from
 from moebius.train import loop
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.config.schedule import learning_rate_at
 from moebius.train.record.run_folder import open_run
 from moebius.train.run import resume
 from moebius.train.state import model_tensors, state_tensors
@@ -229,11 +228,14 @@ def test_a_run_with_steps_keeps_its_source_and_a_new_one_takes_another(
 
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """Returns the folder of a run of 12 steps on two ranks, with checkpoints of steps 6 and 12."""
+    """Returns the folder of a run of 12 steps of Muon at a constant rate, with checkpoints of steps 6
+    and 12.
+    """
     run_dir = tmp_path_factory.mktemp("trunk") / "run"
     mesh = {"ep": 2, "rebalance_every": 2}
     train = {"steps": 12, "skip_spikes": 8, "eval_every": 12}
-    config = config_of(data, mesh=mesh, train=train, checkpoint__every=6)
+    optim = {"kind": "muon", "schedule": "constant", "learning_rate": 3e-3}
+    config = config_of(data, mesh=mesh, train=train, optim=optim, checkpoint__every=6)
     open_run(config, run_dir)
     run_ranks(run_training, 2, config, run_dir)
     return run_dir
@@ -268,7 +270,8 @@ def test_a_killed_branch_decays_over_its_trunks_samples_from_the_same_bits(
     trunk: Path, tmp_path: Path
 ) -> None:
     for name in ("whole", "killed"):
-        config = branched(trunk, tmp_path / name, "optim.decay_steps=9", "train.steps=13")
+        decay = ("optim.schedule=wsd", "optim.decay_steps=7", "train.steps=13")
+        config = branched(trunk, tmp_path / name, *decay)
     run_ranks(killed_after_the_first_step, 2, config, tmp_path / "killed")
     for name in ("whole", "killed"):
         run_ranks(run_training, 2, config, tmp_path / name)
@@ -277,9 +280,8 @@ def test_a_killed_branch_decays_over_its_trunks_samples_from_the_same_bits(
     assert column(tmp_path / "whole") == column(tmp_path / "killed")
     assert column(tmp_path / "whole", "digest")[:6] == column(trunk, "digest")[6:]
     assert column(tmp_path / "whole")[0] == column(trunk)[6]
-    rates = [learning_rate_at(config.optim.over(13), step) for step in range(6, 13)]
-    assert column(tmp_path / "whole", "learning_rate") == rates
-    assert rates[-1] < rates[0] < column(trunk, "learning_rate")[6]
+    rates = [3e-3 * (1 - (done / 7) ** 0.5) for done in range(7)]
+    assert column(tmp_path / "whole", "learning_rate") == pytest.approx(rates)
 
 
 def save_branched(config: Config, run_dir: Path) -> None:
@@ -326,11 +328,12 @@ def test_a_branch_that_changes_more_than_its_rates_is_refused(
     words = refusal("train.seed=9", "optim.kind=my:one", "model.norm=pre", "optim.beta2=0.9")
     assert words == (
         f"--from {trunk}@6: a branch goes on with its trunk's model, data and optimizer, and here "
-        "differ model.norm: the run has 'peri', now 'pre'; optim.kind: the run has 'adamw', now "
+        "differ model.norm: the run has 'peri', now 'pre'; optim.kind: the run has 'muon', now "
         "'my:one'; train.seed: the run has 0, now 9; leave them as they are there, or start a new "
         f"run from the weights alone: {weights}"
     )
     assert "prepare.input: the run has" in refusal("prepare.input=a.txt")
+    assert "optim.muon.routers: the run has False, now True" in refusal("optim.muon.routers=true")
     assert "goes on after step 6: set, for example, train.steps=12" in refusal("train.steps=6")
     assert f"alone: {weights} --draw-anew head*" in refusal(draw_anew=["head*"])
     (note,) = start_from(f"{trunk}@6", None, ["optim.learning_rate=1e-3"]).notes
