@@ -66,8 +66,8 @@ def main() -> None:
         sent = f"{found['bytes_sent'] / 1e6:.1f}"
         seconds = [f"{found[kind]:.3f}" for kind in KINDS]
         table.add_row(name, *seconds, spelled(found["ratio"]), sent)
-        path = save("muon", figures)
-    Console(width=110).print(table, f"written: {path}")
+        save("muon", figures)  # as figures come
+    Console(width=110).print(table)
 
 
 def launch(name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -347,12 +347,13 @@ def test_a_run_says_once_what_takes_which_step_and_resumes_with_the_same_bits(
 ) -> None:
     """On two ranks, and then on four that share the experts."""
     runs = []
+    settings = {"steps": 6, "global_batch": 8, "micro_batch": 2}
+    optim = {"kind": "muon", "muon": {"cautious": True}, "weight_decay_on": "matrices"}
+    optim |= {"decay_steps": 20}
     for name, steps in (("whole", (6,)), ("resumed", (3, 6))):
         for number in steps:
-            settings = {"steps": number, "global_batch": 8, "micro_batch": 2}
-            optim = {"kind": "muon", "muon": {"cautious": True}, "weight_decay_on": "matrices"}
-            optim |= {"decay_steps": 20}
-            config = make_config(data, model=TINY, optim=optim, train=settings, checkpoint__every=3)
+            length = settings | {"steps": number}
+            config = make_config(data, model=TINY, optim=optim, train=length, checkpoint__every=3)
             run_ranks(run_training, 2, config, tmp_path / name)
         runs.append(newest_state(tmp_path / name))
     assert not different(*runs)
