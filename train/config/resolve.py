@@ -225,9 +225,6 @@ def _what_takes(path: Path) -> str:
     )
 
 
-_LENGTHS = ("steps", "tokens", "epochs")  # of `train`
-
-
 def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str) -> None:
     """Removes what else says how long the run is, if one of its keys was given.
 
@@ -237,7 +234,11 @@ def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str
     train = values.get("train")
     if not isinstance(train, dict):
         return  # reported later
-    said = [key for key in _LENGTHS if f"train.{key}" in given and train.get(key) is not None]
+    said = [
+        key
+        for key in ("steps", "tokens", "epochs")
+        if f"train.{key}" in given and train.get(key) is not None
+    ]
     if len(said) > 1:
         both = " and ".join(f"train.{key}" for key in said)
         raise ConfigError(f"{where}: {both} each say how long the run is: give one of them")

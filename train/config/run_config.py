@@ -178,17 +178,17 @@ class Config(BaseModel):
         Raises:
             ConfigError: they cannot.
         """
-        why = ""
-        if self.train.tokens is not None:
-            why = f"train.tokens={self.train.tokens} says how long the run is, too"
-        elif self.train.start_when is not None:
-            why = f"train.start_when={self.train.start_when} starts before all rows are known"
-        elif len(sources) > 1:
-            why = f"a mixture of {', '.join(sources)} has no common end"
-        if why:
-            raise ConfigError(
-                f"train.epochs={self.train.epochs}: {why}; give train.steps or train.tokens instead"
-            )
+        refused = {
+            "train.tokens": self.train.tokens,
+            "train.start_when": self.train.start_when,
+            "the sources": ", ".join(sources) if len(sources) > 1 else None,
+        }
+        for key, value in refused.items():
+            if value is not None:
+                raise ConfigError(
+                    f"train.epochs={self.train.epochs} with {key}={value}: passes over one source, all "
+                    "prepared, can be counted; give train.steps or train.tokens instead"
+                )
 
     @model_validator(mode="after")
     def _check_growing(self) -> Self:

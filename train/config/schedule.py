@@ -97,15 +97,9 @@ class ScheduleConfig(BaseModel):
         warmup, decay = _in_steps(self.warmup_steps, steps), self.decay_steps
         if decay == "auto":
             decay = 0.1 if self.schedule == "wsd" else steps - warmup
-        return RunSchedule(
-            schedule=self.schedule,
-            learning_rate=self.learning_rate,
-            final_fraction=self.final_fraction,
-            warmup_steps=warmup,
-            decay_steps=max(1, _in_steps(decay, steps)),
-            decay_shape=self.decay_shape,
-            steps=steps,
-        )
+        decay = max(1, _in_steps(decay, steps))
+        rates = (self.schedule, self.learning_rate, self.final_fraction, self.decay_shape)
+        return RunSchedule(*rates, warmup_steps=warmup, decay_steps=decay, steps=steps)
 
 
 def _in_steps(length: int | float, steps: int) -> int:
@@ -119,9 +113,9 @@ class RunSchedule:
     schedule: str
     learning_rate: float
     final_fraction: float
+    decay_shape: Shape
     warmup_steps: int
     decay_steps: int
-    decay_shape: Shape
     steps: int  # of the run
 
 
@@ -189,27 +183,24 @@ def schedule_notes(
     now = config.over(steps)
     if before is None or before.steps == steps:
         return list(_odd(config, now))[:1]
-    return list(_changed(before, now, done))
+    return _changed(before, now, done)
 
 
-def _changed(before: RunSchedule, now: RunSchedule, done: int) -> Iterator[str]:
-    """Yields how the rates of a run differ since it has another number of steps."""
+def _changed(before: RunSchedule, now: RunSchedule, done: int) -> list[str]:
+    """Says how the rates of a run differ since it has another number of steps."""
     was, rate = learning_rate_at(before, done), learning_rate_at(now, done)
-    begins, began = (run.steps - run.decay_steps for run in (now, before))
-    became = f"train.steps={before.steps} became {now.steps}: "
-    differs = f"step {done + 1} has the rate {rate:.3g} instead of {was:.3g}"
+    began, begins = (run.steps - run.decay_steps for run in (before, now))
+    said = []
     if now.schedule == "wsd" and begins != began:
-        again = ": it rises again" if done > began and rate > was else ""
-        moved = f"{became}the decay begins after step {begins} instead of {began}"
-        yield moved + (f"; {differs}{again}" if rate != was else "")
-    elif rate != was:
-        kept = " ".join(
-            f"optim.{key}={getattr(before, key)}"
-            for key in ("warmup_steps", "decay_steps")
-            if getattr(before, key) != getattr(now, key)
-        )
-        remedy = f"; to keep the former rates, set {kept}" if kept else ""
-        yield f"{became}{differs}, because the schedule follows the run's length{remedy}"
+        said.append(f"the decay begins after step {begins} instead of {began}")
+    if rate != was:
+        said.append(f"step {done + 1} has the rate {rate:.3g} instead of {was:.3g}")
+        if now.schedule != "wsd":
+            lengths = f"warmup_steps={before.warmup_steps} optim.decay_steps={before.decay_steps}"
+            said.append(f"optim.{lengths} keeps the former rates")
+        elif done > began and rate > was:
+            said.append("it rises again")
+    return [f"train.steps={before.steps} became {now.steps}: {'; '.join(said)}"] if said else []
 
 
 def _odd(config: ScheduleConfig, now: RunSchedule) -> Iterator[str]:

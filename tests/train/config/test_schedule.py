@@ -192,16 +192,16 @@ def test_what_is_odd_is_told_in_one_line(
         (
             {},
             300,
-            "train.steps=160 became 300: step 101 has the rate 0.000831 instead of 0.00045, because "
-            "the schedule follows the run's length; to keep the former rates, set optim.decay_steps=140",
+            "train.steps=160 became 300: step 101 has the rate 0.000831 instead of 0.00045; "
+            "optim.warmup_steps=20 optim.decay_steps=140 keeps the former rates",
         ),
-        ({"warmup_steps": 0.125}, 320, "set optim.warmup_steps=20 optim.decay_steps=140"),
+        ({"warmup_steps": 0.125}, 320, "; optim.warmup_steps=20 optim.decay_steps=140 keeps"),
         ({"schedule": "wsd"}, 300, "the decay begins after step 270 instead of 144"),
         (
             {"schedule": "wsd", "decay_steps": 80},
             300,
             "the decay begins after step 220 instead of 80; step 101 has the rate 0.001 instead of "
-            "0.0005: it rises again",
+            "0.0005; it rises again",
         ),
         ({"schedule": "wsd"}, 105, "after step 95 instead of 144; step 101 has the rate 0.000293"),
         ({"schedule": "constant"}, 300, ""),
@@ -252,10 +252,13 @@ def test_the_last_word_says_how_long_the_run_is(tmp_path: Path) -> None:
         (["train.tokens=0"], "train.tokens: Input should be greater than 0"),
         (["train.epochs=-1"], "train.epochs: Input should be greater than 0"),
         (["train.epochs=inf"], "train.epochs: Input should be less than or equal to"),
-        (["train.epochs=2", "train.start_when=1000"], "starts before all rows are known; give"),
+        (
+            ["train.epochs=2", "train.start_when=1000"],
+            "train.epochs=2.0 with train.start_when=1000: passes",
+        ),
         (
             ["train.epochs=2", 'prepare.sources=[{name="a",input="a"},{name="b",input="b"}]'],
-            "train.epochs=2.0: a mixture of a, b has no common end; give train.steps or train.tokens",
+            "train.epochs=2.0 with the sources=a, b: passes over one source",
         ),
     ],
 )
