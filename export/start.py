@@ -102,6 +102,9 @@ def start_from(
     recipes = found.recipes if name == found.recipe else _recipes(name)
     if found.trunk is not None:
         return _branch(found.source, found.trunk, resolve(name, overrides, recipes), draw_anew)
+    if not is_named and found.source.step is not None and _names_other_text(overrides):
+        base = _reading(recipes[name](), "")  # the run's own folder holds its own text
+        name, recipes = found.source.path, {found.source.path: lambda: base}
     config = resolve(name, overrides, recipes, start=found.sections)
     source = _with_tokenizer(_fitted(found, config.model, draw_anew), config)
     _check_tokenizer(config, source, found.sections)
@@ -109,6 +112,19 @@ def start_from(
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
         notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
     return Start(config, source, tuple(notes))
+
+
+def _names_other_text(overrides: Sequence[str]) -> bool:
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    return (
+        not keys.isdisjoint({"prepare.input", "prepare.sources"}) and "data.directory" not in keys
+    )
+
+
+def _reading(config: Config, directory: str) -> Config:
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"directory": directory})}
+    )
 
 
 def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
@@ -239,9 +255,7 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
             f"{source.path} --draw-anew {draw_anew[0]}"
         )
     check_branch(trunk.model_dump(mode="json"), config, name, trunk=Path(source.path))
-    directory = config.data.directory or trunk.data.directory
-    data = config.data.model_copy(update={"directory": directory})
-    config = count_epochs(config.model_copy(update={"data": data}))
+    config = count_epochs(_reading(config, config.data.directory or trunk.data.directory))
     if config.train.steps <= step:
         raise ConfigError(
             f"{name}: train.steps={config.train.steps} counts from the trunk's first step, and the "
