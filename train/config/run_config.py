@@ -186,8 +186,8 @@ class Config(BaseModel):
         for key, value in refused.items():
             if value is not None:
                 raise ConfigError(
-                    f"train.epochs={self.train.epochs} with {key}={value}: passes over one source, all "
-                    "prepared, can be counted; give train.steps or train.tokens instead"
+                    f"train.epochs={self.train.epochs} does not go with {key}={value}: it counts the rows "
+                    "of one source, prepared before the run; give train.steps or train.tokens instead"
                 )
 
     @model_validator(mode="after")

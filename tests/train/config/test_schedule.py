@@ -254,11 +254,11 @@ def test_the_last_word_says_how_long_the_run_is(tmp_path: Path) -> None:
         (["train.epochs=inf"], "train.epochs: Input should be less than or equal to"),
         (
             ["train.epochs=2", "train.start_when=1000"],
-            "train.epochs=2.0 with train.start_when=1000: passes",
+            "train.epochs=2.0 does not go with train.start_when=1000: it counts",
         ),
         (
             ["train.epochs=2", 'prepare.sources=[{name="a",input="a"},{name="b",input="b"}]'],
-            "train.epochs=2.0 with the sources=a, b: passes over one source",
+            "train.epochs=2.0 does not go with the sources=a, b: it counts the rows",
         ),
     ],
 )

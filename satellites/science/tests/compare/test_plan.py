@@ -126,6 +126,10 @@ def test_overrides_hold_for_every_arm_and_not_for_what_the_file_derives(tmp_path
     assert {arm.config.optim.learning_rate for arm in arms} == {0.5}
     with pytest.raises(CompareError, match="give --steps"):
         planned(tmp_path, overrides=["train.steps=7"])
+    with pytest.raises(CompareError, match=r"give --steps N instead of train\.tokens"):
+        planned(tmp_path, overrides=["train.tokens=7000"])
+    with pytest.raises(CompareError, match=r"arm moeut: give train\.steps or train\.tokens"):
+        planned(tmp_path, TINY.replace("steps = 6\n", ""), overrides=["train.epochs=2"])
     with pytest.raises(CompareError, match="give --seeds"):
         planned(tmp_path, overrides=["train.seed=7"])
 
