@@ -1,5 +1,5 @@
 """Whole training steps of every recipe on a GPU that is not there: forward, backward, the sum of the
-gradients, clipping, AdamW and an evaluation, traced with tensors that have no values. What lies on
+gradients, clipping, the update and an evaluation, traced with tensors that have no values. What lies on
 the wrong device fails there, and what the host waits for is counted.
 """
 
@@ -27,6 +27,7 @@ from moebius.train.recipes.family import FAMILY
 HERE = Path(__file__).parent
 SOURCE = HERE / "device.cpp"  # a GPU for torch without CUDA
 RANKS = 4
+KINDS = ("adamw", "muon")
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
 # Where tokens halt or a capacity refuses routes, the number of those that remain is read.
 DROPS_ROUTES = {"sut", "switch", "switch_causal", "gshard", "x_moe_torchscale"}
@@ -113,7 +114,14 @@ def alone(turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, name in enumerate(FAMILY):
         precision = ("bfloat16", "float32")[(number + turn) % 2]
         recompute = ("none", "selective", "full")[(number // 2 + turn) % 3]
-        yield name, {"train.precision": precision, "train.recompute": recompute}
+        yield (
+            name,
+            {
+                "train.precision": precision,
+                "train.recompute": recompute,
+                "optim.kind": KINDS[(number // 3 + turn) % 2],
+            },
+        )
 
 
 def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -124,6 +132,7 @@ def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
             "mesh.dispatcher": dispatcher,
             "train.precision": ("float32", "bfloat16")[number % 2],
             "train.recompute": ("none", "selective", "full")[number % 3],
+            "optim.kind": KINDS[number // 4 % 2],
         }
         if number % 4 == 0:
             changes["mesh.sharding"] = "fsdp"

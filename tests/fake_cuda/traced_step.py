@@ -117,6 +117,7 @@ def pretended_gpu() -> Iterator[None]:
         "current_device": lambda: 0,
         "set_device": _no_reason,
         "synchronize": _no_reason,
+        "get_device_capability": lambda *_: (9, 0),
     }
     patches = [
         *(
