@@ -181,13 +181,13 @@ def schedule_notes(
     if config.schedule not in SCHEDULE.known:
         return []
     now = config.over(steps)
-    if before is None or before.steps == steps:
+    if before is None or before == now:
         return list(_odd(config, now))[:1]
     return _changed(before, now, done)
 
 
 def _changed(before: RunSchedule, now: RunSchedule, done: int) -> list[str]:
-    """Says how the rates of a run differ since it has another number of steps."""
+    """Says how the rates of a run differ since it, or its warm-up or decay, has another length."""
     was, rate = learning_rate_at(before, done), learning_rate_at(now, done)
     began, begins = (run.steps - run.decay_steps for run in (before, now))
     said = []
@@ -200,7 +200,10 @@ def _changed(before: RunSchedule, now: RunSchedule, done: int) -> list[str]:
             said.append(f"optim.{lengths} keeps the former rates")
         elif done > began and rate > was:
             said.append("it rises again")
-    return [f"train.steps={before.steps} became {now.steps}: {'; '.join(said)}"] if said else []
+    what = f"train.steps={before.steps} became {now.steps}"
+    if before.steps == now.steps:
+        what = "the schedule's lengths have changed"
+    return [f"{what}: {'; '.join(said)}"] if said else []
 
 
 def _odd(config: ScheduleConfig, now: RunSchedule) -> Iterator[str]:

@@ -218,6 +218,15 @@ def test_a_continued_run_of_another_length_is_told_what_becomes_of_its_rates(
     assert all(words in note for note in notes)
 
 
+def test_a_continued_run_with_another_decay_is_told_its_rate() -> None:
+    optim = OptimConfig(learning_rate=1e-3, warmup_steps=20)
+    shorter = OptimConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=100)
+    assert schedule_notes(shorter, 160, before=optim.over(160), done=100) == [
+        "the schedule's lengths have changed: step 101 has the rate 0.000186 instead of 0.00045; "
+        "optim.warmup_steps=20 optim.decay_steps=140 keeps the former rates"
+    ]
+
+
 # train.tokens, train.epochs ---------------------------------------------------------------------
 
 
