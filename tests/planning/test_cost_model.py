@@ -1,23 +1,29 @@
 """The cost of a step, against published runs, hand arithmetic, and monotonicity in the hardware."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 from dispatch_cases import EXPERTS, case, dispatcher_of, own_layer, run_layer, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import make_config
+from small_model import MODEL
+from trained import assembled
 from world import run_ranks
 
+from benchmarks.muon import bytes_sent
 from moebius.distributed.dispatch.table import LOCAL, by_collectives
 from moebius.model.moe import LocalDispatcher
 from moebius.planning.cost_model import host_s, predict
 from moebius.planning.hardware import HARDWARE, Hardware
 from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
-from moebius.planning.step_collectives import dispatch_launches
+from moebius.planning.step_collectives import dispatch_launches, muon_exchanges
 from moebius.planning.step_memory import predict_memory
-from moebius.planning.workload import Bank, Member, Muon, Workload, _Launches, describe
+from moebius.planning.workload import Bank, Member, Muon, Workload, _Launches, describe, with_muon
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 
 H100, H200, B200 = HARDWARE["h100"], HARDWARE["h200"], HARDWARE["b200"]
@@ -155,6 +161,34 @@ def test_muon_has_one_moment_and_sends_updates() -> None:
     assert moments == (8 * 1000 + 4 * (3000 + experts)) / 4
     assert sent == {dense: 2 * 4 * 3000 / 4 * 3 / 4}
     assert planned(1, 16, 1, "fsdp")[1][banks] == 2 * 4 * experts / 16 * 15 / 16  # 8 experts
+
+
+def sent_by_muon(config: Config, run_dir: Path) -> float:
+    with assembled(config, run_dir) as run:
+        return bytes_sent(run)
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [((4, 1, 1), 8), ((2, 2, 2), 8), ((1, 4, 2), 8), ((2, 2, 1), 8), ((1, 4, 1), 3)],
+    ids=str,
+)
+def test_muon_sends_what_the_planner_says(
+    layout: tuple[int, int, int], experts: int, tmp_path: Path
+) -> None:
+    """On real ranks. FSDP over four ranks cuts the matrices of three experts."""
+    sharding = "fsdp" if layout[1] > layout[2] else "none"
+    names = ("dp_replicate", "dp_shard", "ep")
+    config = make_config(
+        model=MODEL.changed({"feed_forward.num_experts": experts}),
+        mesh={"sharding": sharding, **dict(zip(names, layout, strict=True))},
+        optim={"kind": "muon"},
+    )
+    work = describe(config.model, seq_len=16)
+    work = with_muon(work, config.model, steps=5, routers=False)
+    calls = muon_exchanges(replace(TEN, workload=work), LayoutCandidate(*layout, sharding, "dedup"))
+    sent = run_ranks(sent_by_muon, 4, config, tmp_path)[0]
+    assert sent == pytest.approx(sum(call.num_bytes for call in calls))
 
 
 # A MoEUT ------------------------------------------------------------------------------------------
