@@ -100,11 +100,13 @@ def start_from(
     found, is_named = _found(given, family), name is not None
     name = name or found.recipe
     recipes = found.recipes if name == found.recipe else _recipes(name)
-    if found.trunk is not None:
-        return _branch(found.source, found.trunk, resolve(name, overrides, recipes), draw_anew)
-    if not is_named and found.source.step is not None and _names_other_text(overrides):
+    is_other = not is_named and _names_other_text(found, overrides)
+    if is_other:
         base = _reading(recipes[name](), "")  # the run's own folder holds its own text
         name, recipes = found.source.path, {found.source.path: lambda: base}
+    if found.trunk is not None:
+        config = resolve(name, overrides, recipes, start=found.sections if is_other else None)
+        return _branch(found.source, found.trunk, config, draw_anew)
     config = resolve(name, overrides, recipes, start=found.sections)
     source = _with_tokenizer(_fitted(found, config.model, draw_anew), config)
     _check_tokenizer(config, source, found.sections)
@@ -114,11 +116,11 @@ def start_from(
     return Start(config, source, tuple(notes))
 
 
-def _names_other_text(overrides: Sequence[str]) -> bool:
+def _names_other_text(found: _Found, overrides: Sequence[str]) -> bool:
+    """Returns whether a run from a checkpoint reads other text, as a branch does only if asked."""
     keys = {override.partition("=")[0].strip() for override in overrides}
-    return (
-        not keys.isdisjoint({"prepare.input", "prepare.sources"}) and "data.directory" not in keys
-    )
+    may = found.source.step is not None if found.trunk is None else "data.override_position" in keys
+    return may and not keys.isdisjoint({"prepare.input", "prepare.sources", "data.directory"})
 
 
 def _reading(config: Config, directory: str) -> Config:
@@ -255,7 +257,9 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
             f"{source.path} --draw-anew {draw_anew[0]}"
         )
     check_branch(trunk.model_dump(mode="json"), config, name, trunk=Path(source.path))
-    config = count_epochs(_reading(config, config.data.directory or trunk.data.directory))
+    if not (config.data.directory or config.data.override_position):
+        config = _reading(config, trunk.data.directory)
+    config = count_epochs(config)
     if config.train.steps <= step:
         raise ConfigError(
             f"{name}: train.steps={config.train.steps} counts from the trunk's first step, and the "

@@ -410,8 +410,11 @@ def test_other_text_takes_the_tokenizer_of_the_source(of_words: Path, tmp_path: 
     start = start_from(given, "own_text", [text])
     assert start.config.prepare.tokenizer == data
     assert start.config.prepare.vocab_size == 300
-    own = start_from(given, None, [text]).config  # without a recipe, too
-    assert (own.data.directory, own.prepare.tokenizer, own.prepare.vocab_size) == ("", data, 300)
+    # without a recipe, too, and in a branch
+    for at, more in (("", ()), ("@4", ("data.override_position=true", "train.steps=9"))):
+        own = start_from(f"{given}{at}", None, [text, *more]).config
+        found = (own.data.directory, own.prepare.tokenizer, own.prepare.vocab_size)
+        assert found == ("", data, 300)
     with pytest.raises(ConfigError, match="know the ids of another tokenizer"):
         start_from(given, "own_text", [text, "prepare.tokenizer=bytes", "prepare.vocab_size=257"])
     anew = [text, "prepare.tokenizer=bytes", "prepare.vocab_size=257"]

@@ -60,6 +60,7 @@ _NAMES: Mapping[str, str] = {
     "the run folder is the option --run-dir DIR": "output_dir out_dir run_dir default_root_dir",
     "moebius resume RUN continues a run, and so does --run-dir with an existing run": "resume resume_from_checkpoint ckpt_path",
     "--from RUN starts a new run from another run's weights": "from init_from from_pretrained load_from finetune_from warm_start",
+    "--from RUN@STEP branches off a run, with its optimizer and data": "branch branch_from fork decay_from",
     "model.num_layers": "layers n_layer n_layers num_hidden_layers depth",
     "model.d_model": "dim width hidden_size hidden_dim n_embd",
     "model.attention.num_heads": "heads n_head n_heads num_attention_heads",
