@@ -85,7 +85,8 @@ def start_from(
     """Returns what a new run starts or branches from, and its configuration.
 
     Args:
-        given: a run, RUN@STEP to branch off there, a checkpoint, a published folder, or hf://org/name[@revision].
+        given: a run, RUN@STEP to branch off there, a checkpoint, a published folder, or
+            hf://org/name[@revision].
         name: a recipe or a TOML file, for everything but the model; None: the run's own
             configuration, or own_text.
         overrides: `section.key=value`; those of the model may change no parameter that is loaded.
