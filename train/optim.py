@@ -1,4 +1,4 @@
-"""The optimizer: AdamW, or a user's own. Its learning rate: config/schedule.py.
+"""The optimizer: AdamW, Muon (distributed/muon.py), or a user's own. The learning rate: config/schedule.py.
 
 Every command that reads a configuration imports this module. A DTensor is known here by its
 attributes, because importing its class takes 0.3 s, a third of what torch takes.
@@ -21,7 +21,6 @@ from .config.schedule import ScheduleConfig
 if TYPE_CHECKING:
     from ..distributed.mesh import Mesh
 
-# The function is defined below; `OptimConfig` needs only its name.
 OPTIMIZER = Registry(
     "optim.kind",
     "an optimizer",
