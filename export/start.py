@@ -263,7 +263,7 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
     config = count_epochs(config)
     if config.train.steps <= step:
         raise ConfigError(
-            f"{name}: train.steps={config.train.steps} counts from the trunk's first step, and the "
+            f"{name}: the run's {config.train.steps} steps count from the trunk's first step, and the "
             f"branch goes on after step {step}: set, for example, train.steps={2 * step}"
         )
     return Start(config, source, _rate_notes(trunk, config, step))

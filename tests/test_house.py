@@ -369,7 +369,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
-CORE_LINES = 64_600
+CORE_LINES = 65_000
 TOP_FOLDERS, TOP_MODULES = 15, 3
 PRIVATE_NAMES = 11  # of torch, Ray and libtorch
 
@@ -555,4 +555,4 @@ def test_the_configuration_has_few_keys() -> None:
     """Keys of routers aside, which each router adds for itself."""
     keys = keys_of(Config)
     assert {"model.attention.positions.kind", "train.steps", "prepare.tokenizer"} <= keys
-    assert len(keys) <= 200
+    assert len(keys) <= 195
