@@ -52,9 +52,9 @@ class OptimizerStudy:
 
     def train(self, console: Console) -> int:
         """Trains the sweep, then every seed with the best rates; returns the exit code."""
-        return train_all(self._requests(), console)
+        return train_all(self.requests(), console)
 
-    def _requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Request]:
         """Yields all runs in order; what has to be trained depends on those before."""
         yield from self.sweep().values()
         yield from self.sweep().values()  # with the rates beyond an edge

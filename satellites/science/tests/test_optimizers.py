@@ -1,6 +1,7 @@
 """The measures of the optimizer study, on made-up curves."""
 
 import pytest
+from compared import finish, write_lines
 
 from moebius_science.compare.results import RunResult
 from moebius_science.optimizers import MODELS, RATES, OptimizerStudy, beyond, doublings, steps_to
@@ -46,3 +47,26 @@ def test_arms_of_a_model_differ_in_the_optimizer_alone(tmp_path):
             assert adamw.optim.learning_rate == muon.optim.learning_rate == rate
             assert muon.optim.model_copy(update={"kind": "adamw"}) == adamw.optim
             assert (adamw.model, adamw.data, adamw.train) == (muon.model, muon.data, muon.train)
+
+
+@pytest.mark.slow  # plans fifteen comparisons
+def test_report_waits_for_the_sweep_and_pairs_what_has_finished(tmp_path):
+    """All made-up losses are equal, so the first rate is best, and being an edge it is halved."""
+    study = OptimizerStudy(tmp_path, (), 1)
+    assert "has not finished" in study.report().words
+    for request in study.requests():
+        for each in request.runs:
+            if not each.folder.exists():
+                finish(each)
+                steps = each.config.train.steps
+                curve = [{"step": 10, "loss": 3.0}, {"step": steps, "loss": 2.0}]
+                lines = [{"kind": "eval", "time": 1.0, **point} for point in curve]
+                write_lines(each.folder / "metrics.jsonl", lines)
+    assert min(study.sweep()) == RATES[0] / 2
+    found = study.report()
+    assert found.words == "30 of 30 runs, 15 of 15 short"
+    assert found.picture
+    assert [row[:6] for row in found.tables[-1].rows] == [
+        (name, "2.0000", "2.0000", "+0.0000", "+0.0000 … +0.0000", "1.00")
+        for name in MODELS.values()
+    ]
