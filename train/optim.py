@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..model.execution.roles import KINDS, Role, roles_of
+from ..model.execution.roles import Role, roles_of
 from ..plugins import PluginError, Registry, is_own, some_of
 from .config.schedule import ScheduleConfig
 
@@ -223,10 +223,14 @@ def known_roles(config: OptimConfig, model: nn.Module) -> dict[str, Role]:
     for what, is_needed in needed.items():
         if unknown and is_needed:
             path, _, name = unknown[0].rpartition(".")
-            kind = type(model.get_submodule(path)).__name__
+            kind, shape = (
+                type(model.get_submodule(path)).__name__,
+                model.get_parameter(unknown[0]).shape,
+            )
             raise PluginError(
-                f"{what} does not know {some_of(unknown)}: say in the class {kind} what its parameters "
-                f'are, roles = {{"{name}": "matrix"}} ({", ".join(KINDS)}), or use optim.kind=adamw with '
+                f"{what} does not know what {some_of(unknown)} is, of shape {tuple(shape)}: set roles = "
+                f'{{"{name}": "vector"}} in the class {kind} or on the module (matrix (out, in), bank (E, in, '
+                "out), table (rows, width), or vector), or use optim.kind=adamw with "
                 "optim.weight_decay_on=all"
             )
     return roles
@@ -241,19 +245,22 @@ def _make_muon(
     """Builds Muon for matrices, and AdamW for all others."""
     from ..distributed.muon import Muon  # imports DTensor
 
-    own, others = dict[float, list[Parameter]](), list[tuple[str, Parameter]]()
+    own, others = dict[Any, list[Parameter]](), list[tuple[str, Parameter]]()
     parts = {"body", "router"} if config.muon.routers else {"body"}
     for name, parameter in named:
         role = roles[name]
-        if role.is_matrix and role.part in parts:
-            own.setdefault(_rate_factor(config, role), []).append(parameter)
+        if role.is_matrix and role.part in parts and parameter.requires_grad:
+            decay = role.decays * config.weight_decay
+            own.setdefault((decay, _rate_factor(config, role)), []).append(parameter)
         else:
             others.append((name, parameter))
     peak = config.muon.learning_rate or config.learning_rate
     settings = config.muon.model_dump(include={"momentum", "steps", "scale", "cautious"})
-    settings["weight_decay"] = config.weight_decay
     return Muon(
-        [{"params": group, "lr": peak * factor, **settings} for factor, group in own.items()],
+        [
+            {"params": group, "lr": peak * factor, "weight_decay": decay, **settings}
+            for (decay, factor), group in own.items()
+        ],
         {parameter: roles[name] for name, parameter in named},
         make_optimizer(config, others, roles=roles),
         mesh,

@@ -180,6 +180,16 @@ def load_source(
     load(Path(source.path), wanted, shards, mesh=mesh, allow_unexpected=True, converts=True)
 
 
+def check_source(source: Source) -> None:
+    """Checks, before ranks start, that what a run starts from is there and has not changed.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    is_folder = source.kind == "folder" and Path(source.path).is_dir()  # its headers, ranks read
+    _check_digest(source, source.digest if is_folder else _digest_of(source))
+
+
 def _digest_of(source: Source) -> str:
     """Returns the digest that a checkpoint has now; "" if it is not there."""
     path = Path(source.path)

@@ -13,7 +13,8 @@ from torch import nn
 Part = Literal["body", "embedding", "head", "router", "gate", "norm"]
 Kind = Literal["matrix", "bank", "table", "vector", "unknown"]
 KINDS = ("matrix", "bank", "table", "vector")
-# By the ending of a module's name. What halts, injects and conditions is read as a gate is.
+_DIMS = {"matrix": 2, "bank": 3, "table": 2}
+# By a module's name, or its last word. What halts, injects and conditions is read as a gate is.
 _PARTS: dict[str, Part] = {
     "router": "router",
     "norm": "norm",
@@ -64,19 +65,20 @@ def _part_of(path: str) -> Part:
     names = path.split(".")
     if names[0] == "head":
         return "head"
-    for ending, part in _PARTS.items():
-        if any(name.endswith(ending) for name in names):
-            return part
-    return "body"
+    words = {name.rpartition("_")[2] for name in names}
+    found = [part for word, part in _PARTS.items() if word in words]
+    return found[0] if found else "body"
 
 
 def _kind_of(module: nn.Module, name: str, part: Part, num_dims: int) -> Kind:
     """Returns what a parameter is; a user's own router, gate or norm need not say it."""
-    roles = getattr(module, "roles", {})
-    if name in roles:
-        return roles[name]
-    if isinstance(module, nn.Linear):  # in a user's own part
-        return "matrix" if name == "weight" else "vector"
+    declared = getattr(module, "roles", {}).get(name)
+    if declared is None and isinstance(module, nn.Linear | nn.Embedding):  # in a user's own part
+        declared = "table" if isinstance(module, nn.Embedding) else "matrix"
+        declared = declared if name == "weight" else "vector"
+    if declared is not None:
+        fits = declared in KINDS and _DIMS.get(declared, num_dims) == num_dims
+        return declared if fits else "unknown"
     if num_dims < 2 or part == "norm":
         return "vector"
     return "unknown" if part == "body" else "matrix"

@@ -171,17 +171,22 @@ class Own(nn.Module):
         self.mix = nn.Parameter(torch.ones(3, 3))
         self.norm = nn.LayerNorm(3)
         self.map = nn.Linear(3, 3)
+        self.aggregate = nn.Linear(3, 3)  # no gate
+        self.table = nn.Embedding(4, 3)
 
 
 def test_a_parameter_that_is_not_known_is_refused_by_name_unless_its_class_says_what_it_is() -> (
     None
 ):
     with pytest.raises(
-        PluginError, match=r"optim.kind=muon does not know mix: .*Own.*\"mix\": \"matrix"
+        PluginError,
+        match=r"optim.kind=muon does not know what mix is, of shape \(3, 3\): .* class Own",
     ):
         optimizer_of(CONFIG, Own())
     only = OptimConfig(weight_decay_on="matrices")
-    with pytest.raises(PluginError, match=r"optim.weight_decay_on=matrices does not know mix"):
+    with pytest.raises(
+        PluginError, match=r"optim.weight_decay_on=matrices does not know what mix is"
+    ):
         optimizer_of(only, Own())
     optimizer_of(OptimConfig(), Own())
 
@@ -189,8 +194,27 @@ def test_a_parameter_that_is_not_known_is_refused_by_name_unless_its_class_says_
         roles: ClassVar = {"mix": "matrix"}
 
     own, others = tensors_by_rule(Said())
-    assert own == {"mix", "map.weight"}
-    assert others == {"norm.weight", "norm.bias", "map.bias"}
+    assert own == {"mix", "map.weight", "aggregate.weight"}
+    assert others == {"norm.weight", "norm.bias", "map.bias", "aggregate.bias", "table.weight"}
+    for wrong in ("matrx", "bank"):
+        model: Any = Own()
+        model.roles = {"mix": wrong}
+        with pytest.raises(PluginError, match=r"does not know what mix is, of shape \(3, 3\)"):
+            optimizer_of(CONFIG, model)
+
+
+def test_what_is_frozen_stays_and_what_never_decays_does_not() -> None:
+    model: Any = Own()
+    model.roles, model.decays = {"mix": "matrix"}, False
+    model.map.weight.requires_grad_(requires_grad=False)
+    model.mix.grad = torch.zeros_like(model.mix)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer_of(CONFIG, model).step()
+    assert torch.equal(model.map.weight, before["map.weight"])
+    assert torch.equal(model.mix, before["mix"])
+    del model.decays
+    optimizer_of(CONFIG, model).step()
+    assert not torch.equal(model.mix, before["mix"])
 
 
 def test_norms_and_biases_do_not_decay_under_matrices_and_rates_follow_parts() -> None:

@@ -20,7 +20,7 @@ from moebius.distributed.checkpoint.source import SOURCE, Source, load_start, re
 from moebius.export.start import start_from
 from moebius.train import loop
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.record.run_folder import open_run
+from moebius.train.record.run_folder import check_data, open_run
 from moebius.train.run import resume
 from moebius.train.state import model_tensors, state_tensors
 
@@ -189,6 +189,8 @@ def test_a_source_that_is_gone_damaged_or_another_is_refused(
     assert "__1_0.distcp" in refusal()
     shutil.rmtree(checkpoint)
     assert "is not there: restore it, or start again with --from" in refusal()
+    with pytest.raises(CheckpointError, match="is not there: restore it"):  # before ranks start
+        check_data(config, tmp_path / "run", is_whole=True)
     shutil.copytree(source / "checkpoints" / "step_00000002", checkpoint)
     assert "has changed since this run was started with it" in refusal()
     (tmp_path / "run" / SOURCE).write_text("{}")

@@ -59,7 +59,9 @@ def resolve(
     has_data = _take_from_folder(values, given, overrides)
     if start is not None:
         _take_start(values, given, overrides, start, has_data=has_data)
-    config = _built_with(values, overrides, origin=name_or_file)
+    of_file = _section(given, "optim").keys() - {"muon"} if name_or_file.endswith(".toml") else ()
+    said = {f"optim.{key}" for key in of_file}
+    config = _built_with(values, overrides, origin=name_or_file, said=said)
     _check_folder(config, given, overrides)
     return config
 
@@ -246,26 +248,36 @@ def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str
         train.pop(key, None)
 
 
-def _choose_decay(values: dict[str, Any], before: Any, given: Collection[str]) -> None:
-    """Removes a recipe's decay under another schedule, which decays otherwise."""
+def _choose_optim(
+    values: dict[str, Any], before: Mapping[str, Any], given: Collection[str]
+) -> None:
+    """Removes a recipe's decay under another schedule, and Muon's settings under another optimizer."""
     optim = values.get("optim")
-    if isinstance(optim, dict) and optim.get("schedule", before) != before:
-        for key in ("final_fraction", "decay_steps", "decay_shape"):
-            if f"optim.{key}" not in given:
-                optim.pop(key, None)
+    if not isinstance(optim, dict):
+        return  # reported later
+    dropped = []
+    if optim.get("schedule", "cosine") != before.get("schedule", "cosine"):
+        dropped += ["final_fraction", "decay_steps", "decay_shape"]
+    if before.get("kind") == "muon" and optim.get("kind") != "muon":
+        dropped += ["muon"]
+    for key in dropped:
+        if not any(name.startswith(f"optim.{key}") for name in given):
+            optim.pop(key, None)
 
 
-def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
-    """Builds the configuration of plain values with overrides applied."""
+def _built_with(
+    values: dict[str, Any], overrides: Sequence[str], *, origin: str, said: Collection[str] = ()
+) -> Config:
+    """Builds the configuration of plain values with overrides applied; a file has `said` some keys."""
     keys = {override.partition("=")[0].strip() for override in overrides}
     _choose_input(values, {key.removeprefix("prepare.") for key in keys})
-    before = _section(values, "optim").get("schedule")
+    before = dict(_section(values, "optim"))
     for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
         _apply(values, override)
     _choose_length(values, keys, where="overrides")
     if _section(values, "train").get("tokens") is not None:
         values["train"].pop("steps", None)  # follows from the tokens
-    _choose_decay(values, before, keys)
+    _choose_optim(values, before, {*keys, *said})
     return validated(Config, values, origin=origin)
 
 
@@ -354,7 +366,7 @@ def _read_toml(
     recipe = _recipe_values(base, recipes, where=str(path))
     merged = merge(recipe, values, KINDS)
     _choose_length(merged, said, where=str(path))
-    _choose_decay(merged, recipe["optim"]["schedule"], said)
+    _choose_optim(merged, recipe["optim"], said)
     _choose_input(merged, _section(values, "prepare").keys())
     return merged, values
 

@@ -188,18 +188,25 @@ def schedule_notes(
 
 def _changed(before: RunSchedule, now: RunSchedule, done: int) -> list[str]:
     """Says how the rates of a run differ since it, or its warm-up or decay, has another length."""
-    was, rate = learning_rate_at(before, done), learning_rate_at(now, done)
     began, begins = (run.steps - run.decay_steps for run in (before, now))
+    last = min(before.steps, now.steps) - 1
+    turns = {done, before.warmup_steps, now.warmup_steps, began, begins, last}
     said = []
     if now.schedule == "wsd" and begins != began:
         said.append(f"the decay begins after step {begins} instead of {began}")
-    if rate != was:
-        said.append(f"step {done + 1} has the rate {rate:.3g} instead of {was:.3g}")
-        if now.schedule != "wsd":
-            lengths = f"warmup_steps={before.warmup_steps} optim.decay_steps={before.decay_steps}"
-            said.append(f"optim.{lengths} keeps the former rates")
-        elif done > began and rate > was:
-            said.append("it rises again")
+    for step in sorted(step for step in turns if done <= step <= last):
+        was, rate = learning_rate_at(before, step), learning_rate_at(now, step)
+        if rate != was and (now.schedule != "wsd" or step == done):
+            said.append(f"step {step + 1} has the rate {rate:.3g} instead of {was:.3g}")
+            break
+    else:
+        was = rate = 0.0
+    if rate != was and now.schedule != "wsd":
+        kept = f"optim.warmup_steps={before.warmup_steps}"
+        decay = "" if now.schedule == "constant" else f" optim.decay_steps={before.decay_steps}"
+        said.append(f"{kept}{decay} keeps the former rates")
+    elif rate > was and done > began:
+        said.append("it rises again")
     what = f"train.steps={before.steps} became {now.steps}"
     if before.steps == now.steps:
         what = "the schedule's lengths have changed"
@@ -217,12 +224,17 @@ def _odd(config: ScheduleConfig, now: RunSchedule) -> Iterator[str]:
         yield f"{warmup} and {decay} leave no step of train.steps={steps} at the peak: {last}"
     ends = now.warmup_steps + now.decay_steps
     is_count = isinstance(config.decay_steps, int)
-    if schedule in ("cosine", "linear") and is_count and not steps <= ends <= 2 * steps:
+    is_early = ends + 1 < steps  # fractions are rounded
+    if schedule in ("cosine", "linear") and (is_early or (is_count and ends > 2 * steps)):
         yield (
             f"{decay} ends the {schedule} at step {ends}, and train.steps={steps}: {last}; "
             "optim.decay_steps=auto ends it with the run"
         )
-    if schedule == "constant" and config.decay_steps != "auto":
-        yield f"{decay} has no effect with optim.schedule=constant; wsd decays"
-    if schedule != "wsd" and config.decay_shape != "sqrt":
-        yield f"optim.decay_shape={config.decay_shape} has no effect without optim.schedule=wsd"
+    if schedule == "wsd" and now.decay_steps == 1:
+        yield f"{decay} is one step of train.steps={steps}, which still has the peak: no rate decays"
+    unread = {} if schedule == "wsd" else {"decay_shape": "sqrt"}
+    if schedule == "constant":
+        unread |= {"decay_steps": "auto", "final_fraction": 0.1}
+    values = {key: getattr(config, key) for key in unread}
+    if odd := [f"optim.{key}={value}" for key, value in values.items() if value != unread[key]]:
+        yield f"{' and '.join(odd)}: optim.schedule={schedule} does not read it; wsd does"

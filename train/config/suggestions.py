@@ -117,8 +117,12 @@ def suggest(key: str, known: Iterable[str]) -> str:
     name = key.lower().replace("-", "_").rpartition(".")[2]
     same = [path for path in keys if path.rpartition(".")[2] == name]
     meant = _MEANT.get(key.lower()) or ("" if same else _MEANT.get(name, ""))
+    section = key.rpartition(".")[0]
+    beside = {path.rpartition(".")[2]: path for path in keys if path.rpartition(".")[0] == section}
     if meant in keys:
-        return f"; did you mean {meant}?"
+        return f"; did you mean {beside.get(meant.rpartition('.')[2], meant)}?"
+    if close := difflib.get_close_matches(name, beside, n=1, cutoff=0.75):
+        return f"; did you mean {beside[close[0]]}?"
     if meant and " " in meant:
         return f"; {meant}"
     return _question(same, key) if same else _by_spelling(key, keys)

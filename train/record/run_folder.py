@@ -22,7 +22,13 @@ from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
-from ...distributed.checkpoint.source import SOURCE, SOURCE_FILES, keep_small_files, read_source
+from ...distributed.checkpoint.source import (
+    SOURCE,
+    SOURCE_FILES,
+    check_source,
+    keep_small_files,
+    read_source,
+)
 from ...distributed.checkpoint.source import Source as Source
 from ...plugins import some_of
 from ..config.run_config import Config, ConfigError
@@ -148,21 +154,24 @@ def _check_same_source(asked: Source | None, run_dir: Path) -> None:
 
 
 def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
-    """Opens the data as ranks will: its tokenizer, order and length must be those of the run.
+    """Opens the data and the source as ranks will: data must have the run's tokenizer, order and length.
 
     Args:
         is_whole: whether the data has been prepared; else only its tokenizer may be known.
 
     Raises:
         DataError: every rank would refuse the data.
+        CheckpointError: what the run starts from is gone or has changed.
     """
     data, train, position = config.data, config.train, None
+    source, newest = read_source(run_dir), latest(run_dir / "checkpoints")
+    if source is not None and newest is None and not config.checkpoint.copy_to:
+        check_source(source)
     if not is_prepared(data.directory):
         return
-    if (source := read_source(run_dir)) is not None and source.tokenizer is not None:
+    if source is not None and source.tokenizer is not None:
         check_meaning(data.directory, {"spec": {"tokenizer_sha256": source.tokenizer}})
     with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
-        newest = latest(run_dir / "checkpoints")
         if newest is None and source is not None and source.kind == "branch":
             newest = Path(source.path)
         if newest is not None:

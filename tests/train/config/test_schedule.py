@@ -218,6 +218,63 @@ def test_a_continued_run_of_another_length_is_told_what_becomes_of_its_rates(
     assert all(words in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "words"),
+    [
+        (
+            {"schedule": "linear", "decay_steps": 0.1},
+            200,
+            "ends the linear at step 40, and train.ste",
+        ),
+        ({"decay_steps": 0.5}, 200, "ends the cosine at step 120"),
+        ({"decay_steps": 0.9}, 200, ""),
+        ({"decay_steps": 1.0}, 200, ""),
+        (
+            {"schedule": "wsd", "warmup_steps": 2},
+            12,
+            "auto is one step of train.steps=12, which still",
+        ),
+        (
+            {"schedule": "constant", "final_fraction": 0.5},
+            200,
+            "optim.final_fraction=0.5: optim.sched",
+        ),
+        (
+            {"schedule": "constant", "decay_steps": 9, "decay_shape": "linear"},
+            200,
+            "optim.decay_shape=linear and optim.decay_steps=9: optim.schedule=constant does not read",
+        ),
+    ],
+)
+def test_what_is_hardly_meant_is_told(settings: dict[str, object], steps: int, words: str) -> None:
+    optim = OptimConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 20} | settings)
+    notes = schedule_notes(optim, steps)
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)
+
+
+def test_rates_that_change_later_are_told_and_only_by_keys_that_are_read() -> None:
+    optim = OptimConfig(learning_rate=1e-3, warmup_steps=10)
+    [note] = schedule_notes(optim, 40, before=optim.over(20), done=3)
+    assert "step 20 has the rate" in note
+    constant = OptimConfig(learning_rate=1e-3, warmup_steps=0.1, schedule="constant")
+    [note] = schedule_notes(constant, 1000, before=constant.over(100), done=5)
+    assert note.endswith("; optim.warmup_steps=10 keeps the former rates")
+
+
+def test_a_files_own_decay_survives_another_schedule_and_muons_settings_go_with_muon(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.toml"
+    words = 'recipe = "smoke"\n[optim]\nkind = "muon"\nmuon.momentum = 0.9\n'
+    file.write_text(f"{words}final_fraction = 0.5\ndecay_steps = 4\n", encoding="utf-8")
+    optim = resolve(str(file), ["optim.schedule=wsd", "optim.kind=adamw"], RECIPES).optim
+    assert (optim.kind, optim.final_fraction, optim.decay_steps) == ("adamw", 0.5, 4)
+    assert resolve("smoke", ["optim.schedule=wsd"], RECIPES).optim.final_fraction == 0
+    with pytest.raises(ValueError, match=r"optim.muon=.* with optim.kind='adamw'"):
+        resolve(str(file), ["optim.kind=adamw", "optim.muon.momentum=0.8"], RECIPES)
+
+
 def test_a_continued_run_with_another_decay_is_told_its_rate() -> None:
     optim = OptimConfig(learning_rate=1e-3, warmup_steps=20)
     shorter = OptimConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=100)
