@@ -66,8 +66,10 @@ def _part_of(path: str) -> Part:
     if names[0] == "head":
         return "head"
     words = {name.rpartition("_")[2] for name in names}
-    found = [part for word, part in _PARTS.items() if word in words]
-    return found[0] if found else "body"
+    for word, part in _PARTS.items():
+        if word in words:
+            return part
+    return "body"
 
 
 def _kind_of(module: nn.Module, name: str, part: Part, num_dims: int) -> Kind:
