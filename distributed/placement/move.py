@@ -1,4 +1,4 @@
-"""Moves experts to other slots, with both AdamW moments, by all-to-all inside every EP group.
+"""Moves experts to other slots, with their moments, by all-to-all inside every EP group.
 
 Parameters remain the same objects, so references to them stay valid; their data is replaced and
 resized with the number of slots. Gradients are dropped, because experts move between two steps. A new
