@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from family import MODELS, tiny_config, tiny_model
-from meshes import model_on
+from meshes import model_on, saver_in
+from pairwise import slow_but
 from parts import make_config
 from shared import shared_folder
 from small_model import ODD, TINY
@@ -17,6 +18,8 @@ from trained import column, different, lines, newest_state, run_training
 from world import run_ranks
 
 from moebius.distributed import muon
+from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import local_shard_of, local_tensor
 from moebius.distributed.mesh import build_mesh
@@ -31,7 +34,7 @@ from moebius.plugins import PluginError
 from moebius.train.config.errors import ConfigError
 from moebius.train.optim import MuonConfig, OptimConfig, optimizer_of, rate_notes, set_rates
 from moebius.train.record.run_folder import check_branch
-from moebius.train.state import check_state, state_tensors
+from moebius.train.state import allocate_moments, check_state, state_tensors
 
 CONFIG = OptimConfig(kind="muon", learning_rate=0.02, weight_decay=0.1)
 THEIRS = {"spectral": "original", "match_rms_adamw": "match_rms_adamw"}  # torch's words
@@ -263,6 +266,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 MOVED = {"ep": 2, "rebalance_every": 1, "replicas": 2}
+SAVED = {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -287,8 +291,16 @@ def whole_state(model: Any, optimizer: Any) -> Iterator[tuple[str, tuple, Tensor
                 yield name, slice_.offsets, slice_.view(tensor).clone()
 
 
-def trained_on(model_config: ModelConfig, meshes: list[dict[str, Any]], steps: int) -> list[list]:
-    """Returns the blocks of the state after steps, by layout."""
+def trained_on(
+    model_config: ModelConfig,
+    meshes: list[dict[str, Any]],
+    steps: range,
+    folder: Path,
+) -> list[list]:
+    """Returns the blocks of the state after steps, by layout.
+
+    Steps that end early leave a checkpoint in the folder; those that begin late begin with it.
+    """
     found = []
     muon.STACK_BYTES = 4000  # several stacks of a shape
     with start_process("cpu", timeout_s=60) as process:
@@ -297,38 +309,58 @@ def trained_on(model_config: ModelConfig, meshes: list[dict[str, Any]], steps: i
             mesh = build_mesh(plan_layout(config, process.world_size), process)
             model = model_on(mesh, model_config, seed=3, sharding=config.sharding)
             optimizer = optimizer_of(CONFIG, model, mesh)
-            for step in range(steps):
-                if config.replicas and step == steps // 2:
-                    maps = expert_maps_of(model).items()
-                    slots = {name: [-(-own.num_experts // 2) + 2] * 2 for name, own in maps}
-                    load = {
-                        name: [float(e % 3) for e in range(own.num_experts)] for name, own in maps
-                    }
-                    moved = {name: packed(load[name], slots[name]) for name, _ in maps}
-                    move_experts(model, optimizer, mesh, moved)
+            if steps.start:
+                allocate_moments(model, optimizer, steps.start)
+                [path] = folder.glob("step_*")
+                load(path, *state_tensors(model, optimizer), mesh=mesh)
+            for step in steps:
+                if config.replicas and step == 10:
+                    move_experts(model, optimizer, mesh, moved_maps(model))
                 set_gradients(model, step)
                 optimizer.step()
+            if steps.stop < 20:
+                saver = saver_in(folder, process, mesh)
+                saver.save(steps.stop, *state_tensors(model, optimizer), {})
+                saver.wait()
             check_state(model, optimizer)
             found.append(list(whole_state(model, optimizer)))
     return found
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_every_layout_has_the_same_bits_after_twenty_steps(name: str) -> None:
-    config = SIZES[name]
-    [[alone, _]] = run_ranks(trained_on, 1, config, LAYOUTS[1], 20)
+def moved_maps(model: nn.Module) -> dict[str, ExpertMap]:
+    """Returns maps of two ranks with two more slots each, for copies."""
+    return {
+        name: packed(
+            [float(expert % 3) for expert in range(own.num_experts)],
+            [-(-own.num_experts // 2) + 2] * 2,
+        )
+        for name, own in expert_maps_of(model).items()
+    }
+
+
+@pytest.mark.parametrize("name", slow_but(SIZES, *[*SIZES][:2]))
+def test_every_layout_has_the_same_bits_after_twenty_steps(name: str, tmp_path: Path) -> None:
+    """Also one that goes on from another's checkpoint."""
+    config, whole_run = SIZES[name], range(20)
+    [[alone, _]] = run_ranks(trained_on, 1, config, LAYOUTS[1], whole_run, tmp_path)
     whole = {key: tensor for key, _, tensor in alone}
     assert any(".momentum_buffer." in key for key in whole)
-    for world, meshes in LAYOUTS.items():
-        extra = [MOVED] if world == 4 else []
-        for rank in run_ranks(trained_on, world, config, meshes + extra, 20):
-            for mesh, blocks in zip(meshes + extra, rank, strict=True):
+
+    def check(world: int, meshes: list[dict[str, Any]], steps: range) -> None:
+        for rank in run_ranks(trained_on, world, config, meshes, steps, tmp_path):
+            for mesh, blocks in zip(meshes, rank, strict=True):
                 for key, offsets, block in blocks:
                     at = tuple(
                         slice(start, start + size)
                         for start, size in zip(offsets, block.shape, strict=True)
                     )
                     assert torch.equal(whole[key][at], block), (world, mesh, key)
+
+    for world, meshes in LAYOUTS.items():
+        check(world, [*meshes, MOVED] if world == 4 else meshes, whole_run)
+    run_ranks(trained_on, 4, config, [SAVED], range(10), tmp_path)
+    for world, meshes in LAYOUTS.items():
+        check(world, meshes[1:2], range(10, 20))
 
 
 def test_a_branch_may_change_muons_numbers_and_not_what_it_updates() -> None:
