@@ -189,7 +189,7 @@ def schedule_notes(
 def _changed(before: RunSchedule, now: RunSchedule, done: int) -> list[str]:
     """Says how the rates of a run differ since it, or its warm-up or decay, has another length."""
     began, begins = (run.steps - run.decay_steps for run in (before, now))
-    last = min(before.steps, now.steps) - 1
+    last = max(done, min(before.steps, now.steps) - 1)
     turns = {done, before.warmup_steps, now.warmup_steps, began, begins, last}
     said = []
     if now.schedule == "wsd" and begins != began:

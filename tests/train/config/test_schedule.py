@@ -232,6 +232,8 @@ def test_rates_that_change_later_are_told_and_only_by_keys_that_are_read() -> No
     optim = OptimConfig(learning_rate=1e-3, warmup_steps=10)
     [note] = schedule_notes(optim, 40, before=optim.over(20), done=3)
     assert "step 20 has the rate" in note
+    [note] = schedule_notes(optim, 40, before=optim.over(20), done=20)  # a finished run
+    assert "step 21 has the rate 0.000775 instead of 0.0001" in note
     constant = OptimConfig(learning_rate=1e-3, warmup_steps=0.1, schedule="constant")
     [note] = schedule_notes(constant, 1000, before=constant.over(100), done=5)
     assert note.endswith("; optim.warmup_steps=10 keeps the former rates")
