@@ -254,12 +254,11 @@ def start_from(
         start = moebius.start_from("runs/a", "smoke", "optim.learning_rate=1e-4")
         moebius.fit(start, "runs/b")
 
-    It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh. A
-    branch goes on with all of a run's state, and only its rates are its own.
+    It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
 
     Args:
-        source: a run (its newest checkpoint), "RUN@STEP" to branch off there, a checkpoint, a
-            folder of published weights, or "hf://org/name@revision".
+        source: a run (its newest checkpoint), a checkpoint, a folder of published weights, or
+            "hf://org/name@revision"; "RUN@STEP" branches off there with all of the run's state.
         name: as for `recipe`, for everything but the model; None: the run's own configuration, or
             own_text.
         overrides: as for `recipe`; those of the model may change no parameter that is loaded.

@@ -43,6 +43,7 @@ from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.dispatch.table import DISPATCHERS, LOCAL, needs_nodes
 from moebius.distributed.process.process import Process, start_process
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.loop import step
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble
@@ -214,12 +215,17 @@ def build_run(way: Way, process: Process, folder: Path) -> tuple[Run, Batch]:
     config = resolve("smoke", changes, RECIPES)
     run_dir = folder / way.name.replace(" ", "_")
     run_dir.mkdir(exist_ok=True)
+    return assemble(config, run_dir, process), random_batch(config, process.rank)
+
+
+def random_batch(config: Config, rank: int) -> Batch:
+    """Returns one micro-batch of tokens, the same for the same rank."""
     tokens = torch.randint(
         config.model.vocab_size,
-        (1, MICRO_BATCH, config.data.seq_len + 1),
-        generator=torch.Generator().manual_seed(process.rank),
+        (1, config.train.micro_batch, config.data.seq_len + 1),
+        generator=torch.Generator().manual_seed(rank),
     )
-    return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0, equal_shapes=True)
+    return Batch(tokens.numpy(), 0, 0, equal_shapes=True)
 
 
 def take_turn(run: Run, batch: Batch, steps: int) -> Turn:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.expert_parallel import Turn, ratio, shared_groups, spelled, take_turn
+from benchmarks.expert_parallel import Turn, random_batch, ratio, shared_groups, spelled, take_turn
 from benchmarks.report import ROOT, save
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
@@ -123,12 +123,7 @@ def build_run(kind: str, options: argparse.Namespace, process: Process) -> tuple
     config = resolve(options.recipe, changes, RECIPES)
     folder = options.rank_out.parent / kind
     folder.mkdir(exist_ok=True)
-    tokens = torch.randint(
-        config.model.vocab_size,
-        (1, own, config.data.seq_len + 1),
-        generator=torch.Generator().manual_seed(process.rank),
-    )
-    return assemble(config, folder, process), Batch(tokens.numpy(), 0, 0, equal_shapes=True)
+    return assemble(config, folder, process), random_batch(config, process.rank)
 
 
 def bytes_sent(run: Run) -> float:

@@ -2,7 +2,7 @@
 
     B ← μ B + (1 − μ) G                              momentum of the gradient
     U = μ B + (1 − μ) G                              one step ahead (Nesterov)
-    X = U / ‖U‖_F, then five times  X ← a X + (b A + c A²) X  with  A = X Xᵀ
+    X = U / ‖U‖_F, then `steps` times  X ← a X + (b A + c A²) X  with  A = X Xᵀ
     W ← W (1 − η λ) − η s X                          s = 0.2 √max(out, in), or √max(1, out / in)
 
 The iteration (Newton–Schulz) brings all singular values of X near 1. Sources: Jordan et al. 2024

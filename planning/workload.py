@@ -193,10 +193,9 @@ def with_muon(work: Workload, config: ModelConfig, *, steps: int, routers: bool)
     """Returns the workload of a model whose matrices Muon updates, in `steps` iterations."""
     with torch.device("meta"):
         model = Transformer(config, backend="segments")
-    experts, parts = expert_names(model), {"body", "router"} if routers else {"body"}
-    muon = Muon(0, 0.0, 0.0, 0.0)
+    experts, muon = expert_names(model), Muon(0, 0.0, 0.0, 0.0)
     for name, role in roles_of(model).items():
-        if role.is_matrix and role.part in parts:
+        if role.is_muons(routers=routers):
             shape = model.get_parameter(name).shape
             outputs, inputs = shape[:-3:-1] if role.kind == "bank" else shape[-2:]
             m, n = sorted((outputs // role.maps, inputs))

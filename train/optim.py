@@ -246,10 +246,9 @@ def _make_muon(
     from ..distributed.muon import Muon  # imports DTensor
 
     own, others = dict[Any, list[Parameter]](), list[tuple[str, Parameter]]()
-    parts = {"body", "router"} if config.muon.routers else {"body"}
     for name, parameter in named:
         role = roles[name]
-        if role.is_matrix and role.part in parts and parameter.requires_grad:
+        if role.is_muons(routers=config.muon.routers) and parameter.requires_grad:
             decay = role.decays * config.weight_decay
             own.setdefault((decay, _rate_factor(config, role)), []).append(parameter)
         else:

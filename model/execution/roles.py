@@ -43,6 +43,10 @@ class Role:
         """Returns whether it multiplies rows on their way to the logits, or to a router's."""
         return self.kind in ("matrix", "bank") and self.part in ("body", "head", "router")
 
+    def is_muons(self, *, routers: bool) -> bool:
+        """Returns whether Muon updates it; with `routers` those of routers, too."""
+        return self.is_matrix and (self.part == "body" or (routers and self.part == "router"))
+
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """Returns the role of every parameter by its name, whatever the layout has left of it here."""

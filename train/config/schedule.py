@@ -237,4 +237,4 @@ def _odd(config: ScheduleConfig, now: RunSchedule) -> Iterator[str]:
         unread |= {"decay_steps": "auto", "final_fraction": 0.1}
     values = {key: getattr(config, key) for key in unread}
     if odd := [f"optim.{key}={value}" for key, value in values.items() if value != unread[key]]:
-        yield f"{' and '.join(odd)}: optim.schedule={schedule} does not read it; wsd does"
+        yield f"{' and '.join(odd)}: optim.schedule={schedule} does not read this; wsd does"
