@@ -26,6 +26,7 @@ import pytest
 import row_order
 import torch
 from hypothesis import settings
+from shared import shared_folder
 
 from moebius.cli.main import main
 from moebius.kernels.cpu import library
@@ -98,6 +99,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         slow = _spread(2 * kept, len(others))
         for place, item in enumerate(others):
             item.add_marker(pytest.mark.slow if place in slow else pytest.mark.nightly)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_shared"):
+        shared_folder()  # skips where there is none
 
 
 def _spread(chosen: int, total: int) -> set[int]:

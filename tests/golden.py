@@ -2,11 +2,9 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from shared import shared_folder
 from torch import Tensor
@@ -58,12 +56,7 @@ class Golden:
 
 def load_golden(name: str) -> Golden:
     """Reads one recorded run, or skips the test without the recordings."""
-    folder = shared_folder()
-    if folder is None:
-        pytest.skip(
-            "the recorded runs of the official code are not beside the project (set MOEBIUS_SHARED)"
-        )
-    with np.load(Path(folder) / "golden" / f"{name}.npz", allow_pickle=False) as file:
+    with np.load(shared_folder() / "golden" / f"{name}.npz", allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     recorded = json.loads(str(arrays.pop("config_json")))
     config = _release_config(recorded) if "preset" in recorded else training_config(recorded)

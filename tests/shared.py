@@ -3,13 +3,18 @@
 import os
 from pathlib import Path
 
+import pytest
 
-def shared_folder() -> Path | None:
-    """Returns the folder of recordings and corpora, or None.
 
-    It is MOEBIUS_SHARED, or `shared` beside the repository.
+def shared_folder() -> Path:
+    """Returns the folder of recordings and corpora, or skips the test where there is none.
+
+    It is MOEBIUS_SHARED, or `shared` beside the repository. tests/conftest.py asks before every test
+    that is marked `needs_shared`.
     """
     folder = Path(
         os.environ.get("MOEBIUS_SHARED") or Path(__file__).resolve().parents[2] / "shared"
     )
-    return folder if folder.is_dir() else None
+    if not folder.is_dir():
+        pytest.skip("the recorded data is not beside the project (set MOEBIUS_SHARED)")
+    return folder

@@ -45,7 +45,9 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
         except (ValueError, ImportError):
             assert contender.name.startswith(("ours", "transformers"))
             continue
-        assert answer.error(expected) < 1e-5, contender.name
+        # Ours must be exact; of a peer it must be the same layer, however its library rounds.
+        bound = 1e-5 if contender.role == "ours" else 1e-2
+        assert answer.error(expected) < bound, contender.name
         ran.add(contender.name)
     assert {"grouped_mm", "ours: segments", "ours: reference"} <= ran
     has_transformers = find_spec("transformers") is not None

@@ -440,10 +440,8 @@ def published_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
 def test_items_of_the_real_sets_are_asked_as_the_harness_asks_them(
     name: str, tmp_path: Path
 ) -> None:
-    folder = shared_folder()
-    if folder is None or not (folder / "data" / "eval").is_dir():
-        pytest.skip("no evaluation sets beside the project (set MOEBIUS_SHARED to their folder)")
-    records = [dict(one) for _, one in read_records(folder / "data" / "eval", name, TASKS[name])]
+    folder = shared_folder() / "data" / "eval"
+    records = [dict(one) for _, one in read_records(folder, name, TASKS[name])]
     records = records[:: max(1, len(records) // 150)]
     published = [published_form(name, record) for record in records]
     converted = [in_hub_form(name, record) for record in published]

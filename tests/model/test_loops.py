@@ -190,9 +190,6 @@ OF_HUGINN_AND_PARCAE = {
 
 def huginn(name: str) -> Recording:
     """Of seal-rg/recurrent-pretraining."""
-    shared = shared_folder()
-    if shared is None:
-        pytest.skip("recorded runs of the official code are not beside the project")
     changes = {
         "norm": "sandwich",
         "feed_forward.activation": "swiglu",
@@ -201,7 +198,7 @@ def huginn(name: str) -> Recording:
         "loops.inject": "linear",
         "loops.final_norm": "around_coda",
     }
-    return Recording(shared / f"golden/{name}.npz", OF_HUGINN_AND_PARCAE | changes)
+    return Recording(shared_folder() / f"golden/{name}.npz", OF_HUGINN_AND_PARCAE | changes)
 
 
 def parcae() -> Recording:

@@ -63,7 +63,7 @@ def steps_of(start: Tensor, grads: Tensor, role: Role, **changes: Any) -> Tensor
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_recorded_steps(name: str, scale: str) -> None:
     role = RECORDED[name]
-    with np.load(f"{shared_folder()}/golden/muon_steps.npz") as arrays:
+    with np.load(shared_folder() / "golden/muon_steps.npz") as arrays:
         recorded = {key: torch.from_numpy(arrays[key]) for key in arrays}
     ours = steps_of(recorded[f"{name}/start"], recorded[f"{name}/grads"], role, scale=scale)
     exact, torchs = (recorded[f"{name}/{kind}/{THEIRS[scale]}"] for kind in ("exact", "torch"))
