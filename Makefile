@@ -13,6 +13,10 @@ LINKS := build/types/moebius $(SATELLITES:%=build/types/moebius_%)
 # Their bytecode is kept, whatever the environment says: tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# Runs the tests of a mark. What failed beside others runs once more, alone; one that passes there is listed, and is still
+# a fault to mend.
+marked = $(PYTEST) --durations=10 -m $(1) || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp -m $(1); }
+
 # What numbers depend on. `rounding` takes those that show most in the least time.
 NUMERIC := tests/model tests/kernels tests/distributed tests/train tests/evaluation tests/planning/test_simulate.py tests/test_family.py
 ROUNDING := tests/model tests/kernels/test_slots.py tests/kernels/fused tests/distributed/dispatch tests/distributed/test_loop_depth.py \
@@ -22,7 +26,7 @@ VARIANTS := MOEBIUS_TEST_ROW_ORDER=1 ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=
 	ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2
 
 .NOTPARALLEL:
-.PHONY: help train test test-all test-conform test-dashboard rounding variants nightly chaos chaos-run kernels range oldest mutants lint docs wheel clean
+.PHONY: help train test test-slow test-all test-conform test-dashboard rounding variants nightly chaos chaos-run kernels range oldest mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -33,12 +37,12 @@ train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume
 	$(BIN)/moebius submit smoke
 
 test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's tests except the slow ones, on four processes (WORKERS=8: on eight)
-	$(PYTEST) --durations=10
+	$(call marked,'not slow and not nightly')
 
-# What failed beside others runs once more, alone; one that passes there is listed, and is still a fault to mend.
-test-all: $(VENV)/.installed-satellites  ## run the tests of the core and of its satellites, the slow ones too, except those of `make nightly`
-	$(PYTEST) --durations=10 -m 'not nightly' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp -m 'not nightly'; }
-	$(MAKE) $(SATELLITES:%=test-%)
+test-slow: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's other tests: the slow ones, and those of recorded data beside the project
+	$(call marked,'(slow or needs_shared) and not nightly')
+
+test-all: test test-slow $(SATELLITES:%=test-%)  ## run the tests of the core and of its satellites, the slow ones too, except those of `make nightly`
 
 test-conform: $(VENV)/.installed-satellites  ## run the tests of satellites/conform/, the slow ones too
 	$(PYTEST) -m '' satellites/conform/tests

@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -33,6 +33,8 @@ from moebius.kernels.cpu import library
 
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
 LEAVE_S = 5.0  # how long a process that is on its way out may take
+TESTS = Path(__file__).parent
+CHEAP = ("benchmarks", "cli", "data_pipeline", "evaluation", "model", "planning")  # no long files
 LEFT_BEHIND = pytest.StashKey[dict[int, str]]()
 
 settings.register_profile("house", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -86,19 +88,35 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks most cases of the tests marked `sample(N)`: N remain, spread over all; 2N more are slow,
-    and the others nightly.
+    and the others nightly. Of the tests marked `quick(N)` N of those that remain stay; the others are
+    slow.
     """
-    groups: dict[tuple[Path, str, int], list[pytest.Item]] = {}
-    for item in items:
-        if marker := item.get_closest_marker("sample"):
-            key = (item.path, item.name.partition("[")[0], marker.args[0])
-            groups.setdefault(key, []).append(item)
-    for (*_, kept), group in groups.items():
+    for kept, group in _cases(items, "sample"):
         fast = _spread(kept, len(group))
         others = [item for place, item in enumerate(group) if place not in fast]
         slow = _spread(2 * kept, len(others))
         for place, item in enumerate(others):
             item.add_marker(pytest.mark.slow if place in slow else pytest.mark.nightly)
+    for kept, group in _cases(items, "quick"):
+        left = [
+            item for item in group if not any(map(item.get_closest_marker, ("slow", "nightly")))
+        ]
+        fast = _spread(kept, len(left))
+        for place, item in enumerate(left):
+            if place not in fast:
+                item.add_marker(pytest.mark.slow)
+    # The last files run while other workers have nothing left to do, so these are the cheap ones.
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] in CHEAP)
+
+
+def _cases(items: list[pytest.Item], kind: str) -> Iterable[tuple[int, list[pytest.Item]]]:
+    """Returns the cases of every test marked `kind(N)`, with N."""
+    groups: dict[tuple[Path, str, int], list[pytest.Item]] = {}
+    for item in items:
+        if marker := item.get_closest_marker(kind):
+            key = (item.path, item.name.partition("[")[0], marker.args[0])
+            groups.setdefault(key, []).append(item)
+    return [(kept, group) for (*_, kept), group in groups.items()]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

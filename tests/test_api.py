@@ -109,6 +109,7 @@ def test_a_run_from_python(trained: Trained, tmp_path: Path) -> None:
         moebius.resume(tmp_path)
 
 
+@pytest.mark.slow
 def test_steps_and_evaluations_are_told_while_a_run_trains(
     trained: Trained, tmp_path: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_history_is_a_table(trained: Trained, monkeypatch: pytest.MonkeyPatch)
         history.frame()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_as_the_command_does(trained: Trained, tmp_path: Path) -> None:
     """`moebius.export` is this function, also once the package of that name has been imported."""
     pytest.importorskip("safetensors")

@@ -139,6 +139,7 @@ def test_a_configuration_without_end_is_no_run(tmp_path: Path, moebius: Command)
         assert_refused(moebius, words, "holds no prepared data and is no run folder", code=2)
 
 
+@pytest.mark.slow
 def test_one_document_cannot_be_validated_on(tmp_path: Path, moebius: Command) -> None:
     """It is refused before a rank starts, and with a second file the same words train."""
     one, other = tmp_path / "one.txt", tmp_path / "other.txt"
@@ -153,6 +154,7 @@ def test_one_document_cannot_be_validated_on(tmp_path: Path, moebius: Command) -
     assert answer.code == 0, answer.text
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -294,6 +296,7 @@ def lose_an_expert(run_dir: Path) -> None:
     reseal(checkpoint)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_an_expert(trained: Path, moebius: Command) -> None:
     lose_an_expert(trained)
     assert_refused(moebius, ["ckpt", "verify", "done"], "expert")

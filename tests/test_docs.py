@@ -270,6 +270,7 @@ def test_the_documents_keep(check: Check) -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_sources_name_files_that_exist() -> None:
     wrong = [
         f"{path}: {problem}"

@@ -135,6 +135,7 @@ def test_the_router_trains_on_two_ranks(shards: Path, tmp_path: Path) -> None:
 # The dispatcher -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", slow_but(["none", "selective"], "none"))
 def test_the_dispatcher_gives_the_bits_of_the_oracle_where_rows_are_bfloat16(
     shards: Path, tmp_path: Path, recompute: str
@@ -205,6 +206,7 @@ def test_the_loss_is_that_of_all_logits() -> None:
     assert not model(tokens[:, :-1], targets_BS=tokens[:, 1:]).regularisation_B.any()
 
 
+@pytest.mark.slow
 def test_the_loss_teaches_every_depth_step_and_two_ranks_equal_one_process(
     shards: Path, tmp_path: Path
 ) -> None:

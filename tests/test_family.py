@@ -157,7 +157,7 @@ def differences_on_ranks(
     ("dtype", "degrees", "tolerance"),
     [
         pytest.param(torch.float32, (2,), 1e-5, id="fp32"),
-        pytest.param(torch.float64, (2, 4), 1e-10, id="fp64"),
+        pytest.param(torch.float64, (2, 4), 1e-10, id="fp64", marks=pytest.mark.slow),
         pytest.param(torch.float32, (1, 4), 1e-5, id="fp32-1-and-4", marks=pytest.mark.slow),
         # 2: both kinds of sums, over ep and over replicas
         pytest.param(torch.bfloat16, (2,), 3e-2, id="bf16", marks=pytest.mark.slow),
@@ -207,6 +207,7 @@ def logged(config: Config, run_dir: Path) -> dict[int, dict]:
     return {step: {key: line.get(key) for key in kept} for step, line in by_step(run_dir).items()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(NAMES, "moeut", "switch", "expert_choice"))
 def test_a_run_that_is_resumed_equals_one_that_is_not(
     name: str, data: Path, tmp_path: Path
@@ -220,6 +221,7 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(
     assert logged(config, parted) == {step: expected[step] for step in (3, 4)}
 
 
+@pytest.mark.slow
 def test_a_depth_that_changes_is_resumed_and_equals_runs_of_fixed_depths(
     data: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +274,7 @@ def without_rounding(name: str, data: Path, *, steps: int, ep: int) -> Config:
     return run_config(name, data, steps=steps, mesh__ep=ep, model__feed_forward__router=router)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(MINDFUL, "transition"))
 def test_saved_on_two_ranks_with_ep_2_and_taken_up_on_one(
     name: str, data: Path, tmp_path: Path

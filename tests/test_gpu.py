@@ -77,6 +77,7 @@ def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype) -> None:
     assert not too_far, {name: (error, allowed[name]) for name, error in too_far.items()}
 
 
+@pytest.mark.slow
 def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() -> None:
     """And less than a wrong kernel: validates the bounds above on CPUs."""
     rounding = typical_errors("cpu", torch.bfloat16)

@@ -201,6 +201,7 @@ SIGMOID = {"kind": "sigmoid", "top_k": 2, "balance_form": "load"}
 OWN_ROUTER = {"kind": "parts_of_a_test:OwnRouter", "top_k": 2}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("key", "own", "known"),
@@ -257,6 +258,7 @@ def test_a_run_with_own_parts_resumes_bit_for_bit(
     assert column(tmp_path / "whole", "learning_rate") == [0.05] * 4
 
 
+@pytest.mark.slow
 def test_an_own_optimizers_groups_rates_and_state_are_its_own(
     folder: Path, shards: Path, tmp_path: Path
 ) -> None:
@@ -299,6 +301,7 @@ def test_an_optimizer_that_changes_more_than_numbers_of_a_group_is_refused(
         optim.changed_numbers(own)
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_updates_were_skipped_resumes(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +406,7 @@ def test_a_module_that_is_not_there_is_one_clear_error(shards: Path, tmp_path: P
         trained(make_config(shards, optim__kind="no_such_module:f"), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_where_its_model_s_parts_are(
     folder: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

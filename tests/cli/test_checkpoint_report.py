@@ -69,6 +69,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
+@pytest.mark.slow
 def test_a_line_per_checkpoint(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, [header, first, second], _ = run(capfd, "ls", str(run_dir))
     assert code == 0

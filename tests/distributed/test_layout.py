@@ -233,6 +233,7 @@ def test_layout_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("world_size", [65, 96, 128, 384, 1000, 1024, 4096, 8192, 10_240])
 def test_tables_of_large_worlds(world_size):
     found = every_layout(world_size)

@@ -129,11 +129,11 @@ def test_ranks_whose_sequences_have_all_left_take_part_to_the_end():
     assert [loops for loops, _ in found[:3]] == [[1, 1], [4, 4], [1, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "ep"),
     [
-        (2, 2),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (4, 4)]),
+        *[(2, 1), (2, 2), (4, 4)],
         pytest.param(8, 8, marks=pytest.mark.nightly),
     ],
 )

@@ -220,6 +220,7 @@ def remaining_bytes(tokens: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_planner_knows_what_remains() -> None:
     work = describe(WIDE, seq_len=POSITIONS, precision="bfloat16")
     scenario = Scenario(work, HARDWARE["h100"], 1, RoutingSkew())

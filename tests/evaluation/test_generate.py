@@ -40,6 +40,7 @@ def test_greedy_tokens_are_the_most_likely_ones_of_the_full_pass(model: Transfor
     assert len(tokens) == 28
 
 
+@pytest.mark.slow
 def test_top_p_samples_among_the_likeliest_tokens_only(model: Transformer) -> None:
     with torch.no_grad():
         p_V = (model(PROMPT[None]).logits_BSV[0, -1] / 3.0).softmax(-1)

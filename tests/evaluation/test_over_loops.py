@@ -9,6 +9,7 @@ from moebius.model.loops.exits import ExitRule
 from moebius.train.config.run_config import Config
 
 
+@pytest.mark.slow
 def test_the_trained_number_of_loops_has_the_runs_own_loss(bytes_run, tmp_path):
     trained = Config.load(bytes_run / "config.json").model.num_repeats
     found = measure_over_loops(bytes_run, (1, trained, 5))
@@ -68,6 +69,7 @@ def test_a_text_is_written_with_any_number_of_loops(bytes_run, moebius):
     assert once != trained == default
 
 
+@pytest.mark.slow
 def test_a_cache_that_loops_share_writes_another_text(bytes_run, moebius):
     written = []
     for given in ([], ["--cache-loops", "1"], ["--cache-loops", "99"]):

@@ -149,6 +149,7 @@ def test_one_bias_alone(biases: str, backend: str) -> None:
     check(*make_call("random", "swiglu", biases), backend)
 
 
+@pytest.mark.quick(8)
 @every_kind
 @pytest.mark.parametrize("name", ["empty experts", "odd widths", "one expert"])
 def test_gpt_oss_experts_equal_a_plain_loop_over_its_own_weights(
@@ -210,6 +211,7 @@ def test_mlp_equals_the_reference_for_any_shape(
     check(operation, x.to(dtype), [w.to(dtype) for w in weights], routes, backend)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("backend", ["segments", "reference"])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, "linear"])
@@ -334,6 +336,7 @@ def test_two_runs_are_bitwise_equal(backend: str, dtype: torch.dtype) -> None:
 expert_of = torch.tensor([0] * 3 + [1] * 2 + [2] * 4 + [3] * 3)  # of every token
 
 
+@pytest.mark.quick(6)
 @every_kind
 @pytest.mark.parametrize("bad", [nan, float("inf")], ids=str)
 def test_rows_that_are_not_finite_spoil_no_other_experts_gradients(

@@ -95,6 +95,7 @@ def test_the_operations_run_without_data_forward_and_backward(
     assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["auto", "grouped_mm"])
 @pytest.mark.parametrize("activation", ["relu", "geglu"])

@@ -41,6 +41,7 @@ class InFloat32(TorchDispatchMode):
         return result
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("name", [*NAMES, *PROGRAMS])
 def test_a_float64_model_rounds_nothing_to_float32(name: str) -> None:
     model = program(name) if name in PROGRAMS else tiny_model(name).double()

@@ -44,6 +44,7 @@ def shallow(config: ModelConfig) -> ModelConfig:
     return config.changed(changes)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_formula_agrees_with_torch_for_every_recipe(name: str) -> None:
@@ -67,6 +68,7 @@ def test_training_costs_the_mean_of_the_depths_that_are_drawn(name: str) -> None
     assert found.forward == forward_flops(fixed, 64).forward  # of evaluation, which makes R loops
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("variant", slow_but(VARIANTS, *list(VARIANTS)[::3]))
 def test_the_formula_agrees_with_torch_for_every_switch(variant: str) -> None:
     assert forward_flops(VARIANTS[variant], 19).training == counted_flops(VARIANTS[variant], 19)
@@ -116,6 +118,7 @@ def test_the_halting_gate_belongs_to_the_layers() -> None:
     assert halting.in_layers - fixed.in_layers == halting.total - fixed.total == gate
 
 
+@pytest.mark.quick(25)
 @pytest.mark.parametrize("name", RECIPES)
 def test_active_parameters_are_those_that_one_token_uses(name: str) -> None:
     """All of a dense model, and fewer of a sparse one."""

@@ -122,6 +122,7 @@ def test_only_what_is_asked_for_is_made() -> None:
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(5)
 @pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "positions"),
@@ -190,6 +191,7 @@ def test_recomputation_makes_the_same_gradients(name: str) -> None:
             assert torch.equal(value, expected[key]), (mode, key)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["moeut", "sut_no_act", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -147,6 +147,7 @@ class Largest(LiveMemory):
         return result
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     width, words = 8, 4096
     rows = rows_of_chunk(words, "cpu")

@@ -90,6 +90,7 @@ def measures_by_hand(model: Transformer, tokens: Tensor, kind: str) -> Tensor:
     return torch.stack(found).mean(-1)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("recipe", "changes", "kind"),
     [
@@ -177,6 +178,7 @@ def can_leave(name: str) -> bool:
     return True
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", [name for name in NAMES if can_leave(name)])
 def test_a_pass_goes_on_without_a_live_sequence(name):
     """Another rank may still have one."""

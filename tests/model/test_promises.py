@@ -129,6 +129,7 @@ def difference(after: Tensor, before: Tensor, sequences: Any, positions: slice) 
     return (after[sequences] - before[sequences])[..., positions, :].abs().max().item()
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("name", NAMES)
 def test_rounding_stays_below_a_leak(name: str) -> None:
     for model in states(name, common=3.0):
@@ -140,6 +141,7 @@ def router_of(config: ModelConfig) -> RouterConfig | None:
     return None if config.experts is None else config.experts.router
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("name", [n for n in NAMES if tiny_config(n).promises.causal])
 def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
     """Unless it has a capacity, which is a share of the rows there are."""
@@ -174,6 +176,7 @@ def test_promises_of_evaluation_alone_are_kept_there(name: str) -> None:
             assert served_in_full or not promises.dropless
 
 
+@pytest.mark.quick(7)
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:

@@ -72,6 +72,7 @@ def loss_and_gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tens
     }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.sample(24)
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -82,6 +82,7 @@ def test_every_published_recipe_is_tested() -> None:
     assert sized == PUBLISHED_COUNTS.keys() | WITHOUT_A_PUBLISHED_COUNT
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("variant", [*slow_but(VARIANTS, *list(VARIANTS)[::3]), *PROGRAMS])
 def test_generation_with_the_cache_equals_the_full_pass(variant: str) -> None:
     model = make_any(variant).double().eval()
@@ -119,6 +120,7 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     torch.testing.assert_close(model(tokens).logits_BSV, logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("variant", [*VARIANTS, *PROGRAMS])
 def test_every_parameter_gets_a_gradient(variant: str) -> None:
     model = make_any(variant)

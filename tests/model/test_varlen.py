@@ -195,6 +195,7 @@ def marked(ids: list[list[int]] | Tensor, *, balance: bool = False) -> Documents
 # One attention --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(150)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMS)
 @pytest.mark.parametrize(
@@ -384,6 +385,7 @@ def with_and_without(
     return ran["forward"], ran["backward"]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "name",
@@ -444,6 +446,7 @@ def test_sequences_that_leave_early_are_the_same(kernel: Kernel) -> None:
     torch.testing.assert_close(found[1].logits_BSV, found[0].logits_BSV, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "moeut"])
 def test_compiled_parts_take_any_layout_in_few_graphs(name: str, kernel: Kernel) -> None:
     """With a backend that makes no code."""
@@ -499,6 +502,7 @@ def largest(length: int) -> int:
     return found.size
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length_of_a_row(kernel: Kernel) -> None:
     short, long = largest(1024), largest(4096)
     assert long == 4 * short

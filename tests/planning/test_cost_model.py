@@ -168,6 +168,7 @@ def sent_by_muon(config: Config, run_dir: Path) -> float:
         return bytes_sent(run)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("layout", "experts"),
     [((4, 1, 1), 8), ((2, 2, 2), 8), ((1, 4, 2), 8), ((2, 2, 1), 8), ((1, 4, 1), 3)],

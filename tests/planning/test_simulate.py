@@ -290,6 +290,7 @@ ROUTERS = (
 )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_kind_of_router_reaches_its_experts(name: str, moebius: Any) -> None:
     tokens = "32" if name in ("expert_choice", "mixture_of_tokens") else "8"
@@ -299,6 +300,7 @@ def test_every_kind_of_router_reaches_its_experts(name: str, moebius: Any) -> No
     assert found["dispatchers"][0]["bytes_intra_node"] > 0
 
 
+@pytest.mark.slow
 def test_dispatchers_precisions_steps_and_seeds(moebius: Any, monkeypatch: Any) -> None:
     names = ["alltoall", "dedup", "allgather", "hierarchical"]
     words = (*SMALL, "--ep", "8", "--ranks-per-node", "4", "--dispatcher", *names, "--steps", "2")
@@ -326,6 +328,7 @@ def train_on_ranks(config: Config, run_dir: Path) -> str:
     return train(config, run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_is_simulated_as_it_is(tmp_path: Path, moebius: Any) -> None:
     """Two ranks, whose experts move after every second step, with copies."""
     shards = prepare_bytes(tmp_path)

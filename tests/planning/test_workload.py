@@ -29,6 +29,7 @@ SMALL = ModelConfig(
 KINDS = ("moeut", "moeut_aabb", "sut", "deepseek", "mh_moe", "expert_choice", "dense")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [*KINDS, "mixture_of_tokens"])
 def test_weights_and_flops_are_the_models(name: str) -> None:
     config = RECIPES[name]()
@@ -41,6 +42,7 @@ def test_weights_and_flops_are_the_models(name: str) -> None:
     assert min(work.dense_flops, work.saved_bytes, work.root_parameters) > 0
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("routers", [False, True])
 @pytest.mark.parametrize("name", [*KINDS, "qwen3_moe_small", "deepseek_v3_small"])
 def test_muon_updates_what_the_planner_counts(name: str, routers: bool) -> None:
@@ -126,6 +128,7 @@ def test_learned_positions_are_no_limit_to_what_is_measured() -> None:
     assert plenty.dense_parameters - short.dense_parameters == (1024 - 16) * SMALL.d_model
 
 
+@pytest.mark.slow
 def test_launches_grow_with_depth() -> None:
     """Every further depth step of the same layer launches the same operations; a view launches
     none.

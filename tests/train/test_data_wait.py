@@ -95,9 +95,10 @@ def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, b
 # ---- F23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts_of_run",
-    [((2, 6), (1, 12)), pytest.param(((2, 4), (1, 8), (4, 12)), marks=pytest.mark.slow)],
+    [((2, 6), (1, 12)), ((2, 4), (1, 8), (4, 12))],
     ids=["two", "three"],
 )
 def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(
@@ -114,6 +115,7 @@ def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(
         assert one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_with_the_difference_unless_that_is_wanted(made, tmp_path) -> None:
     config = config_of(made, steps=4)
     run = tmp_path / "run"

@@ -267,6 +267,7 @@ def counted_and_seen(recipe: str, changes: dict[str, Any]) -> list[tuple[list[in
         return [(counted[names[member]]["load"], seen[member].tolist()) for member in seen]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [

@@ -75,6 +75,7 @@ def test_no_layout_changes_loss_gradients_or_validation(
         assert abs(one - another) > 1e-5 * another  # who is in a group does matter
 
 
+@pytest.mark.slow
 def test_evaluation_may_have_other_groups_and_larger_batches(data: Path, tmp_path: Path) -> None:
     """A batch that is not a multiple of the group grows to whole groups."""
     eights = {"evaluation_sequences_per_group": 8}

@@ -31,6 +31,7 @@ def exchanges(config: Config, world: int, run_dir: Path, **environment: str) -> 
     return column(run_dir, "exchange")
 
 
+@pytest.mark.slow
 def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> None:
     found = {
         name: exchanges(config_of(data, ep=2, dispatcher=name), 4, tmp_path / name)
@@ -72,6 +73,7 @@ def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_
             assert whole[layer][name] == parts[layer][name], (layer, name)
 
 
+@pytest.mark.slow
 def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
     [layers] = exchanges(
         config_of(data, ep=2, steps=1), 2, tmp_path, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0"

@@ -163,6 +163,7 @@ def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
         assert each["counted"] == expected[2] == mask.sum()
 
 
+@pytest.mark.slow
 def test_drawn_numbers_are_the_same_on_every_layout(data: Path, tmp_path: Path) -> None:
     """Noise before the loops, a depth of every sequence's own, and dropped experts."""
     dropping = {"kind": "sigmoid", "top_k": 4, "balance": 0.0, "expert_dropout": 0.3}
@@ -173,6 +174,7 @@ def test_drawn_numbers_are_the_same_on_every_layout(data: Path, tmp_path: Path) 
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_balance_pooled_over_layers_weighs_the_same_on_every_layout(
     data: Path, tmp_path: Path
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_balance_pooled_over_layers_weighs_the_same_on_every_layout(
     assert values == pytest.approx([values[0]] * len(values), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_path: Path) -> None:
     """Covers attention, positions, balancing and padding, also with EP and sharded weights."""
     mask, config = uneven_mask(), config_of(data, micro_batch=SEQUENCES, documents=True)

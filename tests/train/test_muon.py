@@ -338,6 +338,7 @@ def moved_maps(model: nn.Module) -> dict[str, ExpertMap]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(SIZES, *[*SIZES][:2]))
 def test_every_layout_has_the_same_bits_after_twenty_steps(name: str, tmp_path: Path) -> None:
     """Also one that goes on from another's checkpoint."""
@@ -398,6 +399,7 @@ def test_what_muon_does_not_read_and_rates_of_the_other_scale_are_told() -> None
     assert {group["lr"] for group in optimizer.param_groups} == {0.01, 5e-4}
 
 
+@pytest.mark.slow
 def test_a_run_says_once_what_takes_which_step_and_resumes_with_the_same_bits(
     data: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_gpus_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_fused()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "fused"), [((32, 3), True), ((8, 8), True), ((33, 3), False)])
 def test_experts_are_updated_alike_in_any_slot_and_by_any_thread(

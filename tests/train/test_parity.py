@@ -222,6 +222,7 @@ def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]
         return updates
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["head.weight", "group.0.feed_forward.sparse.experts.w_up"])
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(
     name: str, data: Path, tmp_path: Path

@@ -110,6 +110,7 @@ def in_parts(model: Transformer, size: int, *, step: int = 0) -> dict[str, Tenso
     }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", DRAWING)
 def test_micro_batches_and_recomputation_change_no_number(name: str) -> None:
     whole = in_parts(drawing(name), SEQUENCES)
@@ -139,6 +140,7 @@ def test_other_sequences_and_steps_draw_other_numbers(name: str) -> None:
     assert loss(0, 2, 3) == pytest.approx(first + second, rel=1e-12)
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("name", [*FAMILY, *DRAWING])
 def test_nothing_draws_from_the_default_generator(name: str) -> None:
     model = drawing(name) if name in DRAWING else tiny_model(name)

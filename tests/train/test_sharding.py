@@ -147,6 +147,7 @@ def compare(results: list[tuple], expected: tuple, tolerance: float) -> None:
             assert difference < tolerance, (name, index, difference)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world", "mesh"),
     [
@@ -161,6 +162,7 @@ def test_sharded_weights_make_the_same_steps(
     compare(run_ranks(sgd_steps, world, config, tmp_path), on_one_rank("repeated"), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", slow_but([name for name in MODELS if name != "repeated"], "dense", "deepseek_v3")
 )
@@ -255,9 +257,10 @@ def is_sharded(name: str) -> bool:
     return enters_a_product(name) or name.endswith("embedding")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "per_member"),
-    [("repeated", 1), pytest.param("not_repeated", 2, marks=pytest.mark.slow)],
+    [("repeated", 1), ("not_repeated", 2)],
 )
 def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
     model: str, per_member: int, data: Path, tmp_path: Path

@@ -59,6 +59,7 @@ def differ(config: Config, difference: str) -> Config:
     return config
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("difference", "told"),
     [

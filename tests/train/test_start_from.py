@@ -80,6 +80,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "mesh"), LAYOUTS, ids=str)
 def test_every_layout_starts_from_the_same_bits(
     world: int, mesh: dict, trained: Path, weights: dict, data: Path, tmp_path: Path
@@ -89,6 +90,7 @@ def test_every_layout_starts_from_the_same_bits(
     assert different(newest_state(tmp_path / "run"), weights) == []
 
 
+@pytest.mark.slow
 def test_weights_take_the_precision_of_the_run(
     trained: Path, weights: dict, data: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def test_weights_take_the_precision_of_the_run(
     assert different(newest_state(tmp_path / "run"), halved) == []
 
 
+@pytest.mark.slow
 def test_a_run_has_its_own_rate_data_and_steps(trained: Path, data: Path, tmp_path: Path) -> None:
     config = config_of(shards_of_words(tmp_path, 90), mesh={"ep": 2}, **OWN_SETTINGS)
     config = opened(trained / "checkpoints" / "step_00000002", config, tmp_path / "run")
@@ -133,6 +136,7 @@ def killed_after_the_first_step(config: Config, run_dir: Path) -> None:
         run_training(config, run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_same_bits(
     trained: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -169,6 +173,7 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_a_source_that_is_gone_damaged_or_another_is_refused(
     trained: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +261,7 @@ def meta_of(run_dir: Path) -> dict[str, Any]:
     return read_meta(path).meta | {"config": None}
 
 
+@pytest.mark.slow
 def test_a_branch_with_its_trunks_rates_has_its_trunks_bits(trunk: Path, tmp_path: Path) -> None:
     config = branched(trunk, tmp_path / "run")
     run_ranks(run_training, 2, config, tmp_path / "run")
@@ -268,6 +274,7 @@ def test_a_branch_with_its_trunks_rates_has_its_trunks_bits(trunk: Path, tmp_pat
     assert lines(tmp_path / "run", "start")[0]["resumed_from_step"] == 6
 
 
+@pytest.mark.slow
 def test_a_killed_branch_decays_over_its_trunks_samples_from_the_same_bits(
     trunk: Path, tmp_path: Path
 ) -> None:
@@ -297,6 +304,7 @@ def save_branched(config: Config, run_dir: Path) -> None:
         run.checkpoints.wait()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "mesh"), [LAYOUTS[at] for at in (0, 2, 4, 6)], ids=str)
 def test_a_branch_restores_all_of_its_trunks_state_on_every_layout(
     world: int, mesh: dict[str, Any], trunk: Path, tmp_path: Path
@@ -318,6 +326,7 @@ def refused_branch(config: Config, run_dir: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_branch_that_changes_more_than_its_rates_is_refused(
     trunk: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -360,6 +369,7 @@ def test_keys_that_change_no_parameter_are_free(trained: Path) -> None:
     assert (start.source.drawn, start.source.ignored, start.notes) == ((), (), ())
 
 
+@pytest.mark.slow
 def test_other_parameters_are_drawn_only_if_asked(
     trained: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -406,6 +416,7 @@ def of_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_other_text_takes_the_tokenizer_of_the_source(of_words: Path, tmp_path: Path) -> None:
     given, data = str(of_words), str(of_words.parent / "data")
     text = f"prepare.input={tmp_path}/*.txt"

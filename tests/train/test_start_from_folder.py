@@ -107,6 +107,7 @@ CASES = [("qwen3_moe", *layout) for layout in LAYOUTS]
 CASES += [(family, *LAYOUTS[at]) for family in FAMILIES[1:] for at in (1, 3)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("family", "world", "mesh"), CASES, ids=str)
 def test_every_layout_reads_the_same_bits(
     family: str, world: int, mesh: tuple[str, ...], published: dict, tmp_path: Path
@@ -117,6 +118,7 @@ def test_every_layout_reads_the_same_bits(
     assert different(newest_state(tmp_path / "run"), weights) == []
 
 
+@pytest.mark.slow
 def test_weights_take_the_precision_of_the_run(published: dict, tmp_path: Path) -> None:
     folder, weights = published["deepseek_v3"]
     config = opened(folder, tmp_path / "run", "mesh.ep=2", "train.precision=bfloat16_only")
@@ -138,6 +140,7 @@ def start_refused(config: Config, run_dir: Path) -> tuple[str, bool]:
         return str(refused.value), different(tensors, before) == []
 
 
+@pytest.mark.slow
 def test_ranks_refuse_a_folder_that_has_changed_or_does_not_cover_the_model(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     publish("qwen3_moe", folder)
@@ -202,7 +205,8 @@ def trained(moebius: Any, folder: Path | str, run_dir: Path, *overrides: str) ->
     )
 
 
-@pytest.mark.parametrize("killed_at", [2, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_at", [2, 6])
 def test_a_folder_is_trained_killed_and_resumed_with_the_same_bits(
     killed_at: int, moebius: Any, published: dict, tmp_path: Path
 ) -> None:

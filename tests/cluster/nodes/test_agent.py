@@ -126,10 +126,11 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F4")
 @pytest.mark.parametrize(
     ("victim", "warm"),
-    [("holder", False), ("agent", False), pytest.param("holder", True, marks=pytest.mark.slow)],
+    [("holder", False), ("agent", False), ("holder", True)],
 )
 def test_every_layer_dies_with_the_one_above(tmp_path, victim, warm):
     launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2, warm_start=warm)

@@ -111,6 +111,7 @@ def waits(run_dir: Path) -> None:
     return None
 
 
+@pytest.mark.quick(60)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("when", ["before", "during", "before the next", "at the end"])
@@ -156,6 +157,7 @@ def test_a_job_goes_on_whatever_its_folder_loses(tmp_path, name, damage, when):
     assert State.STARTING in known
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", OURS)
 def test_a_folder_damaged_between_two_jobs_takes_the_next_one(tmp_path, name, damage):

@@ -174,6 +174,7 @@ def save_and_go_on(run_dir: Path, place: Path, steps: list[int]) -> object:
         return found.meta.step, found.fetched_for is not None, [each.path.name for each in renamed]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_copy_of_what_is_gone_or_damaged(
     run_dir: Path, tmp_path: Path
 ) -> None:

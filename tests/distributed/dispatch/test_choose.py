@@ -26,6 +26,7 @@ def chosen(name: str, what: str = "") -> tuple[str, bool, str]:
         return found.name, found.outbox is not None, found.why
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("what", "why"),
     [

@@ -450,6 +450,7 @@ def kernels_in_source() -> set[str]:
     return {name for name in functions if not re.search(rf"\b{name}\(", source)}
 
 
+@pytest.mark.slow
 def test_the_front_end_takes_every_kernel(noted: Recorded) -> None:
     """What one Triton takes another refuses: `make range` runs this with the oldest and the newest."""
     for call in (call_routing, call_routers, partial(call_rotations, 82), partial(call_norms, 412)):

@@ -18,8 +18,10 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "chosen",
     [
-        "not slow and not nightly",
-        pytest.param("slow and not nightly", marks=pytest.mark.slow),
+        *(
+            pytest.param(chosen, marks=pytest.mark.slow)
+            for chosen in ("not slow and not nightly", "slow and not nightly")
+        ),
         pytest.param("nightly", marks=pytest.mark.nightly),
     ],
 )

@@ -204,6 +204,7 @@ class Oracle:
         return conditional + marginal if published else conditional - marginal
 
 
+@pytest.mark.quick(3)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("backend", ["reference", "segments"])
 @pytest.mark.parametrize("sign", ["corrected", "as_published"])
@@ -264,6 +265,7 @@ def test_one_depth_step_halts_nowhere_and_costs_nothing() -> None:
     assert output.auxiliary["depth"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("halting", [None, HALTING])
 @pytest.mark.parametrize("max_distance", [1, 4, 64])
 def test_generation_with_the_cache_equals_the_full_pass(

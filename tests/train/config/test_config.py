@@ -20,6 +20,7 @@ def make(*overrides: str, name: str = "smoke") -> Config:
     return resolve(name, overrides, RECIPES)
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_survives_its_json_and_fits_its_world(name: str, tmp_path: Path) -> None:
     config = make(name=name)

@@ -59,6 +59,7 @@ def test_a_key_says_what_it_accepts(path: str, type_: str, default: str, kinds: 
     assert (key.type, key.default_text, key.kinds) == (type_, default, kinds)
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_commented_file_is_the_configuration_it_was_written_from(
     recipe: Callable[[], Config],

@@ -146,6 +146,7 @@ def test_another_schedule_leaves_the_recipes_decay_behind(tmp_path: Path) -> Non
     assert (same.decay_steps, same.final_fraction) == (1.0, 0.1)
 
 
+@pytest.mark.slow
 def test_no_recipe_has_an_odd_schedule() -> None:
     for name, build in RECIPES.items():
         config = build()

@@ -99,6 +99,7 @@ def stored_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.slow
 def test_wandb_continues_one_run_and_gets_no_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

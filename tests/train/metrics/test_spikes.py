@@ -135,6 +135,7 @@ def train(
     return loop.train(config, run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", slow_but([1e3, math.nan], 1e3))
 def test_the_updates_of_spikes_are_skipped_also_by_a_run_that_resumes_between_them(
     made: MadeFolder, tmp_path: Path, scale: float
@@ -151,6 +152,7 @@ def test_the_updates_of_spikes_are_skipped_also_by_a_run_that_resumes_between_th
         assert column(resumed, name) == column(whole, name)
 
 
+@pytest.mark.slow
 def test_a_run_without_spikes_computes_the_same_as_one_that_looks_for_none(
     made: MadeFolder, tmp_path: Path
 ) -> None:
