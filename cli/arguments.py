@@ -132,7 +132,11 @@ def resolve_config(name: str, overrides: list[str]) -> "Config":
     from ..train.config.resolve import resolve
     from ..train.config.run_config import Config
     from ..train.recipes.smoke import RECIPES
+    from ..train.record.run_folder import stored_config
 
-    if not name.endswith(".json"):
-        return resolve(name, overrides, RECIPES)
-    return resolve(name, overrides, {name: lambda: Config.load(Path(name))})
+    path = Path(name)
+    if path.name == "config.json":
+        return resolve(name, overrides, {name: lambda: stored_config(path.parent)})
+    if path.suffix == ".json":
+        return resolve(name, overrides, {name: lambda: Config.load(path)})
+    return resolve(name, overrides, RECIPES)

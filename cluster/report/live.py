@@ -100,7 +100,7 @@ class View:
                 self.data = record
                 if record.get("news"):
                     new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))
-        self.total = self.total or total_steps(self.run_dir)
+        self.total = total_steps(self.run_dir) or self.total  # a continued run has another soon
         return sorted(
             (event for event in new if event.time >= (self._since or 0.0)),
             key=lambda event: event.time,

@@ -16,6 +16,7 @@ everything is ended everywhere, the reason is journaled, and the job continues o
   back-off doubles.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from ...data_pipeline.errors import PreparationFailedError
+from ...data_pipeline.files import write_atomically
 from ...train.config.errors import EXIT_MISTAKE
+from ...train.record.untrusted import read_text
 from ..job import (
     CONFIG,
     GENERATION,
+    NEXT_CONFIG,
     PAUSE,
+    RESULT,
     SOURCE,
     JobError,
     Launch,
@@ -98,6 +103,7 @@ def supervise(
         raise
     job.release()
     job.journal.settle()
+    job.leave_files()
     # its absence tells that nothing is left of the job
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
@@ -124,7 +130,7 @@ class JobSupervisor:
         self.stop_flag = StopFlag(self.run_dir)
         self.keep = self.journal.kept.keep
         if launch.configuration:
-            self.keep(CONFIG, launch.configuration)
+            self.keep(launch.config_file, launch.configuration)
         if launch.source:  # without it, ranks would begin with drawn weights
             self.keep(SOURCE, launch.source)
         self.generation = read_generation(self.run_dir)
@@ -132,6 +138,10 @@ class JobSupervisor:
         self.budgets = RestartBudgets.from_journal(launch, entries)
         self.has_started = any(entry.state is State.STARTING for entry in entries)
         self.has_worked = any(entry.state is State.RUNNING for entry in entries)
+        self.is_stored = launch.config_file == CONFIG
+        self.former_result = read_text(self.run_dir / RESULT)
+        if self.has_worked:
+            self.store_config()
         self.placing = Placing(
             launch,
             node_provider,
@@ -209,6 +219,8 @@ class JobSupervisor:
     def log(self, state: State, reason: str, **details: Any) -> None:
         """Appends a state with its reason to the journal."""
         self.state = state
+        if state.is_final and not self.is_stored:
+            reason += f"; {CONFIG} is as before, and {NEXT_CONFIG} holds what was asked for"
         self.journal.append(state, generation=self.generation, reason=reason, details=details)
 
     def beat(self) -> None:
@@ -221,6 +233,22 @@ class JobSupervisor:
         self.journal.beat()
         for name in self.journal.kept.restore():
             self.log(self.state, f"the file {name} was damaged and is written again")
+
+    def store_config(self) -> None:
+        """Puts a continued run's new configuration in the place of the former one."""
+        if not self.is_stored:
+            self.is_stored = True
+            self.keep(CONFIG, self.launch.configuration)
+            with contextlib.suppress(OSError):  # retried at the next look
+                write_atomically(self.run_dir / CONFIG, self.launch.configuration)
+
+    def leave_files(self) -> None:
+        """Leaves the folder of a continued run as it was, if the job has made no step."""
+        with contextlib.suppress(OSError):
+            if self.is_stored:
+                (self.run_dir / NEXT_CONFIG).unlink(missing_ok=True)
+            elif self.former_result:
+                write_atomically(self.run_dir / RESULT, self.former_result)
 
     # -- before a generation -----------------------------------------------------------------------
 
@@ -253,7 +281,7 @@ class JobSupervisor:
     def _announce(self, generation: int) -> bool:
         """Announces the next generation; returns False if that cannot be written."""
         self.journal.kept.forget(PAUSE)
-        refusal = announce(self.run_dir, generation)
+        refusal = announce(self.run_dir, generation, self.journal.kept)
         if not refusal:
             self.keep(GENERATION, str(generation))
         self._while_placing(refusal)
