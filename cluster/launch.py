@@ -31,7 +31,7 @@ from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.config.schedule import decay_is_over, learning_rate_at, rates_line, unread_notes
-from ..train.optim import rate_notes
+from ..train.optim import muon_rate, rate_notes
 from ..train.record.run_folder import (
     Source,
     check_data,
@@ -194,8 +194,7 @@ def _show_rates(config: Config, run_dir: Path, console: Console) -> None:
     odd = check_progress(config, run_dir)
     done, before = steps_before(run_dir, None)
     line = rates_line(config.optim.over(config.train.steps), before=before, done=done)
-    if config.optim.muon.learning_rate is not None:
-        factor = config.optim.muon.learning_rate / config.optim.learning_rate
+    for factor in muon_rate(config.optim, 1.0).values():
         line += f"; Muon's matrices have {factor:.3g} times this rate"
     console.print(Text(line), soft_wrap=True)
     for note in (*unread_notes(config.optim), *([odd] if odd else [])):

@@ -268,6 +268,8 @@ def step_line(view: View) -> str:
         words.append(f"expert load max/mean {view.history.hottest[last['step']]:.2f}")
     if "learning_rate" in last:
         words.append(f"learning rate {last['learning_rate']:.2e}")
+    if "muon_learning_rate" in last:
+        words.append(f"of Muon's matrices {last['muon_learning_rate']:.2e}")
     if "grad_norm" in last:
         words.append(f"gradient norm {spell_number(last['grad_norm'])}")
     return ", ".join(words)

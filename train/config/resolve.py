@@ -23,6 +23,7 @@ from ...plugins import PluginError, check_call, import_own, is_own, nearest, run
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
+from .schedule import default_floor
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
@@ -251,13 +252,18 @@ def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str
 def _choose_optim(
     values: dict[str, Any], before: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Removes a recipe's decay under another schedule, and Muon's settings under another optimizer."""
+    """Removes a recipe's decay under another schedule, and Muon's settings under another optimizer.
+
+    A final fraction means the same in all schedules, so one that is not its schedule's default stays.
+    """
     optim = values.get("optim")
     if not isinstance(optim, dict):
         return  # reported later
     dropped = []
-    if optim.get("schedule", "cosine") != before.get("schedule", "cosine"):
-        dropped += ["final_fraction", "decay_steps", "decay_shape"]
+    if optim.get("schedule", "cosine") != (former := before.get("schedule", "cosine")):
+        dropped += ["decay_steps", "decay_shape"]
+        if optim.get("final_fraction") == default_floor(former):
+            dropped += ["final_fraction"]
     if before.get("kind") == "muon" and optim.get("kind") != "muon":
         dropped += ["muon"]
     for key in dropped:

@@ -87,8 +87,7 @@ class ScheduleConfig(BaseModel):
     def _choose_floor(cls, values: Any) -> Any:
         """Sets the default of `final_fraction`, which depends on the schedule."""
         if isinstance(values, dict) and values.get("final_fraction") is None:
-            falls_to_0 = values.get("schedule") in ("wsd", "linear")
-            values = values | {"final_fraction": 0.0 if falls_to_0 else 0.1}
+            values = values | {"final_fraction": default_floor(values.get("schedule"))}
         return values
 
     def over(self, steps: int) -> "RunSchedule":
@@ -99,6 +98,11 @@ class ScheduleConfig(BaseModel):
         decay = max(1, _in_steps(decay, steps))
         rates = (self.schedule, self.learning_rate, self.final_fraction, self.decay_shape)
         return RunSchedule(*rates, warmup_steps=warmup, decay_steps=decay, steps=steps)
+
+
+def default_floor(schedule: str | None) -> float:
+    """Returns the final fraction of a schedule that is given none."""
+    return 0.0 if schedule in ("wsd", "linear") else 0.1
 
 
 def _in_steps(length: int | float, steps: int) -> int:
@@ -200,16 +204,16 @@ def _is_readable(before: RunSchedule, now: RunSchedule) -> bool:
 def decay_is_over(run: RunSchedule, done: int) -> bool:
     """Returns whether all steps after the first `done` have a built-in schedule's final rate."""
     floor = run.learning_rate * run.final_fraction
-    if run.schedule not in SCHEDULE.known or done < run.warmup_steps or run.final_fraction == 1:
+    if run.schedule not in SCHEDULE.known or run.final_fraction == 1:
         return False
-    return learning_rate_at(run, done) <= floor
+    return run.warmup_steps <= done < run.steps and learning_rate_at(run, done) <= floor
 
 
 def unread_notes(config: ScheduleConfig) -> list[str]:
     """Says in at most one line which keys a built-in schedule does not read."""
     unread = {"decay_shape": "sqrt"}
     if config.schedule == "constant":
-        unread |= {"decay_steps": "auto", "final_fraction": 0.1}
+        unread |= {"decay_steps": "auto", "final_fraction": default_floor("constant")}
     values = {key: getattr(config, key) for key in unread}
     odd = [f"optim.{key}={value}" for key, value in values.items() if value != unread[key]]
     if not odd or config.schedule not in SCHEDULE.known or config.schedule == "wsd":

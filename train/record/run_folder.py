@@ -1,6 +1,6 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · source.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
+config.json · config.next.json · source.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
 sinks/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 

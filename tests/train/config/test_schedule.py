@@ -150,6 +150,12 @@ def test_another_schedule_leaves_the_recipes_decay_behind(tmp_path: Path) -> Non
         assert optim.warmup_steps == 0.04
     kept = resolve(str(file), ["optim.schedule=wsd", "optim.decay_steps=9"], RECIPES).optim
     assert (kept.decay_steps, kept.final_fraction) == (9, 0.0)
+    own, saved = ["optim.schedule=wsd", "optim.final_fraction=0.3"], tmp_path / "config.json"
+    resolve("smoke", own, RECIPES).save(saved)  # as a branch's trunk has it
+    stored = {"trunk": lambda: Config.load(saved)}
+    for schedule in ("linear", "cosine", "constant", "mine:f"):
+        branch = resolve("trunk", [f"optim.schedule={schedule}"], stored).optim
+        assert (branch.final_fraction, branch.decay_steps) == (0.3, "auto")
     same = resolve("moeut_244m", ["optim.schedule=cosine"], RECIPES).optim
     assert (same.decay_steps, same.final_fraction) == (1.0, 0.1)
 
