@@ -9,6 +9,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,9 +135,8 @@ def resolve_config(name: str, overrides: list[str]) -> "Config":
     from ..train.recipes.smoke import RECIPES
     from ..train.record.run_folder import stored_config
 
-    path = Path(name)
-    if path.name == "config.json":
-        return resolve(name, overrides, {name: lambda: stored_config(path.parent)})
-    if path.suffix == ".json":
-        return resolve(name, overrides, {name: lambda: Config.load(path)})
-    return resolve(name, overrides, RECIPES)
+    if not name.endswith(".json"):
+        return resolve(name, overrides, RECIPES)
+    path, is_run = Path(name), Path(name).name == "config.json"
+    load = partial(stored_config, path.parent) if is_run else partial(Config.load, path)
+    return resolve(name, overrides, {name: load})

@@ -291,10 +291,8 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     if not entries and not run_dir.is_dir():
         raise JobError(f"{run_dir}: there is no such folder{runs_near(run_dir)}")
     if not entries:
-        hint = runs_near(run_dir)
-        if (run_dir / CONFIG).exists():  # a command was killed while it prepared the data
-            again = f"`moebius train` or `moebius submit` again with --run-dir {run_dir}"
-            hint = f": to start it, enter the same {again}"
+        again = f": enter `moebius train` or `moebius submit` again with --run-dir {run_dir}"
+        hint = again if (run_dir / CONFIG).exists() else runs_near(run_dir)
         raise JobError(f"{run_dir}: no job was started in this folder (it has no {JOURNAL}){hint}")
     current = current_submission(entries)
     last = current[-1]
@@ -391,9 +389,6 @@ def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda w
 
 def begin_submission(launch: Launch, **details: Any) -> None:
     """Opens the job's journal, stores its configuration, and removes flags of an earlier submission.
-
-    The configuration of a run that has made steps stays in config.json until the first step of this job, so that
-    a job that fails before leaves the run as it was.
 
     It checks again that no job runs here: preparing the data may have taken an hour since the first check.
 

@@ -30,7 +30,7 @@ from ..data_pipeline.files import write_atomically
 from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
-from ..train.config.schedule import decay_is_over, learning_rate_at, rates_line, unread_notes
+from ..train.config.schedule import decay_is_over, learning_rate_at, rates_line, shape_notes
 from ..train.optim import muon_rate, rate_notes
 from ..train.record.run_folder import (
     Source,
@@ -120,7 +120,7 @@ def opened_folder(
     try:
         open_run(config, run_dir, source)
         if config.train.epochs is None:  # else they are counted once the data is prepared
-            check_progress(config, run_dir, source)
+            rates_of(config, run_dir, source)
         for note in rate_notes(config.optim):
             console.print(Text(note, style="yellow"))
         yield
@@ -148,7 +148,8 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
         check_data(config, run_dir, is_whole=not launch.prepares_data)
-        _show_rates(config, run_dir, console)
+        for at, line in enumerate(rates_of(config, run_dir)):
+            console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():
         console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
     begin_job(launch)
@@ -162,43 +163,31 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     return launch
 
 
-def check_progress(config: Config, run_dir: Path, source: Source | None = None) -> str:
-    """Refuses to continue a run without a step to make, or with nothing but steps of rate 0.
-
-    Returns what is odd about the new steps' rate, or "".
+def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> list[str]:
+    """Says a run's learning rates, those of before, and in further lines what is odd about them.
 
     Raises:
-        JobError: nothing would be learned.
+        JobError: the run has no step to make, or a new length gives it nothing but steps of rate 0.
     """
     (done, before), steps = steps_before(run_dir, source), config.train.steps
-    now = config.optim.over(steps)
     if done > steps or (done == steps and '"finished"' in (read_text(run_dir / RESULT) or "")):
         raise JobError(
             f"{run_dir}: finished at step {done:,}, and train.steps is {steps:,}; to continue, raise "
             f"it: train.steps={2 * done}"
         )
-    if before is None or not decay_is_over(now, done):
-        return ""
-    rate, end = learning_rate_at(now, done), now.warmup_steps + now.decay_steps
-    words = (
-        f"the decay ended at step {end:,}, so all steps from {done + 1:,} to {steps:,} have the rate "
-        f"{rate:.3g}; optim.decay_steps=auto ends it with the run"
-    )
-    if rate == 0 and now != before:
-        raise JobError(f"{run_dir}: {words}")
-    return words
-
-
-def _show_rates(config: Config, run_dir: Path, console: Console) -> None:
-    """Prints the learning rates of a run, those of before, and what is odd about them."""
-    odd = check_progress(config, run_dir)
-    done, before = steps_before(run_dir, None)
-    line = rates_line(config.optim.over(config.train.steps), before=before, done=done)
+    now = config.optim.over(steps)
+    lines = [rates_line(now, before=before, done=done)]
     for factor in muon_rate(config.optim, 1.0).values():
-        line += f"; Muon's matrices have {factor:.3g} times this rate"
-    console.print(Text(line), soft_wrap=True)
-    for note in (*unread_notes(config.optim), *([odd] if odd else [])):
-        console.print(Text(note, style="yellow"), soft_wrap=True)
+        lines[0] += f"; Muon's matrices have {factor:.3g} times this rate"
+    if before is not None and decay_is_over(now, done):
+        rate, end = learning_rate_at(now, done), now.warmup_steps + now.decay_steps
+        lines += [
+            f"the decay ended at step {end:,}, so all steps from {done + 1:,} to {steps:,} have the "
+            f"rate {rate:.3g}; optim.decay_steps=auto ends it with the run"
+        ]
+        if rate == 0 and now != before:
+            raise JobError(f"{run_dir}: {lines[-1]}")
+    return lines + shape_notes(config.optim)
 
 
 def begin_job(launch: Launch) -> None:

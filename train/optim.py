@@ -159,29 +159,24 @@ def optimizer_of(
             f"for example {left_out[0]}: give every parameter a group, with lr=0 to freeze it"
         )
     if is_own(config.kind):
-        _refuse_unread(config, named, roles_of(model), optimizer)
+        _refuse_unread(config, model, optimizer)
     for group in optimizer.param_groups:
         group["initial"] = _numbers(group)
         group["constant"] = deepcopy(_others(group))
     return optimizer
 
 
-def _refuse_unread(
-    config: OptimConfig,
-    named: Iterable[tuple[str, Parameter]],
-    roles: Mapping[str, Role],
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def _refuse_unread(config: OptimConfig, model: nn.Module, own: torch.optim.Optimizer) -> None:
     """Refuses keys for some parameters that a user's own optimizer has made no groups for."""
-    group_of = {one: group for group in optimizer.param_groups for one in group["params"]}
-    rates: dict[Any, set[Any]] = {}
-    decays = False
-    for name, parameter in named:
+    group_of = {one: group for group in own.param_groups for one in group["params"]}
+    rates: dict[str, set[Any]] = {"": set()}
+    decays, roles = False, roles_of(model)
+    for name, parameter in model.named_parameters():
         role, group = roles[name], group_of[parameter]
-        part = role.part if _rate_factor(config, role) != 1 else "others"
+        part = role.part if _rate_factor(config, role) != 1 else ""
         rates.setdefault(part, set()).add(group.get("lr"))
         decays |= bool(group.get("weight_decay")) and role.kind != "unknown" and not role.is_matrix
-    others = rates.pop("others", set())
+    others = rates.pop("")
     unread = [f"optim.{part}_rate" for part, found in rates.items() if found & others]
     if decays and config.weight_decay_on == "matrices":
         unread.append("optim.weight_decay_on")
@@ -288,10 +283,7 @@ def _make_muon(
         else:
             others.append((name, parameter))
     if not own:
-        raise PluginError(
-            "optim.kind=muon: none of the trained parameters is a matrix of attention, of a "
-            "feed-forward or of experts: use optim.kind=adamw"
-        )
+        raise PluginError("optim.kind=muon: no trained parameter is a matrix: use optim.kind=adamw")
     peak = config.muon.learning_rate or config.learning_rate
     settings = config.muon.model_dump(include={"momentum", "steps", "scale", "cautious"})
     return Muon(

@@ -16,7 +16,6 @@ everything is ended everywhere, the reason is journaled, and the job continues o
   back-off doubles.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from ...data_pipeline.errors import PreparationFailedError
-from ...data_pipeline.files import write_atomically
 from ...train.config.errors import EXIT_MISTAKE
 from ...train.record.untrusted import read_text
 from ..job import (
@@ -102,8 +100,8 @@ def supervise(
         job.journal.settle()
         raise
     job.release()
-    job.journal.settle()
     job.leave_files()
+    job.journal.settle()
     # its absence tells that nothing is left of the job
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
@@ -239,16 +237,15 @@ class JobSupervisor:
         if not self.is_stored:
             self.is_stored = True
             self.keep(CONFIG, self.launch.configuration)
-            with contextlib.suppress(OSError):  # retried at the next look
-                write_atomically(self.run_dir / CONFIG, self.launch.configuration)
+            self.journal.kept.restore()
 
     def leave_files(self) -> None:
         """Leaves the folder of a continued run as it was, if the job has made no step."""
-        with contextlib.suppress(OSError):
-            if self.is_stored:
-                (self.run_dir / NEXT_CONFIG).unlink(missing_ok=True)
-            elif self.former_result:
-                write_atomically(self.run_dir / RESULT, self.former_result)
+        if self.is_stored:
+            self.journal.kept.forget(NEXT_CONFIG)
+            (self.run_dir / NEXT_CONFIG).unlink(missing_ok=True)
+        elif self.former_result:
+            self.keep(RESULT, self.former_result)
 
     # -- before a generation -----------------------------------------------------------------------
 

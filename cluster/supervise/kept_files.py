@@ -35,8 +35,7 @@ class KeptFiles:
     def restore(self, *, strictly: bool = False) -> list[str]:
         """Writes changed files again and returns their names.
 
-        Raises:
-            OSError: one cannot be written; unless `strictly`, it is left to the next look.
+        One that cannot be written is retried at the next look, or `strictly` raises OSError.
         """
         restored = []
         for name, text in self._texts.items():

@@ -97,12 +97,9 @@ class RetryingJournal(Journal):
 
 
 def announce(run_dir: Path, generation: int, kept: KeptFiles) -> str:
-    """Announces a generation and removes what an earlier one left; returns "" or why it failed.
-
-    Its ranks will read the kept files, so each must be as it was written.
-    """
+    """Announces a generation and removes what an earlier one left; returns "" or why it failed."""
     try:
-        kept.restore(strictly=True)
+        kept.restore(strictly=True)  # ranks read them
         for left in (RESULT, PAUSE):
             (run_dir / left).unlink(missing_ok=True)
         write_atomically(run_dir / GENERATION, str(generation))

@@ -92,7 +92,9 @@ def test_an_own_optimizer_that_ignores_a_key_is_refused(
 
 
 def test_muon_without_a_matrix_says_what_to_use() -> None:
-    with pytest.raises(PluginError, match=r"is a matrix of attention.*: use optim.kind=adamw"):
+    with pytest.raises(
+        PluginError, match=r"no trained parameter is a matrix: use optim\.kind=adamw"
+    ):
         optimizer_of(OptimConfig(kind="muon"), torch.nn.LayerNorm(3))
 
 

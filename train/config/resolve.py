@@ -252,18 +252,14 @@ def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str
 def _choose_optim(
     values: dict[str, Any], before: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Removes a recipe's decay under another schedule, and Muon's settings under another optimizer.
-
-    A final fraction means the same in all schedules, so one that is not its schedule's default stays.
-    """
+    """Removes a recipe's decay under another schedule, and Muon's settings under another optimizer."""
     optim = values.get("optim")
     if not isinstance(optim, dict):
         return  # reported later
     dropped = []
     if optim.get("schedule", "cosine") != (former := before.get("schedule", "cosine")):
-        dropped += ["decay_steps", "decay_shape"]
-        if optim.get("final_fraction") == default_floor(former):
-            dropped += ["final_fraction"]
+        is_chosen = optim.get("final_fraction") != default_floor(former)  # it means the same in all
+        dropped += ["decay_steps", "decay_shape", *([] if is_chosen else ["final_fraction"])]
     if before.get("kind") == "muon" and optim.get("kind") != "muon":
         dropped += ["muon"]
     for key in dropped:

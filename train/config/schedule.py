@@ -173,49 +173,33 @@ def _left(progress: float, shape: Shape) -> float:
 def rates_line(now: RunSchedule, *, before: RunSchedule | None = None, done: int = 0) -> str:
     """Says the learning rate of a run's next step, after its warm-up and of its last step.
 
-    Args:
-        now: the run's schedule.
-        before: that of the run that is continued, or of a branch's trunk, to compare with.
-        done: the steps that have been made.
-
-    Raises:
-        PluginError: a user's own schedule returns no number, or a negative one.
+    Those `before` stand beside them, if they need no code that the run does not import anyway.
     """
     words = f"learning rate: {_told(now, done)}"
-    if before is None or before == now or not _is_readable(before, now):
+    if before in (None, now) or before.schedule not in (*SCHEDULE.known, now.schedule):
         return words
     return f"{words}; before: {_told(before, done)}"
 
 
 def _told(run: RunSchedule, done: int) -> str:
     last, warmup = run.steps - 1, run.warmup_steps
-    places = {min(done, last): "at step {}", last: "at step {}"}
+    places = {step: f"at step {step + 1:,}" for step in (min(done, last), last)}
     if done < warmup < last:
         places[warmup] = f"after the warm-up ({warmup:,} steps)"
-    rates = {step: f"{learning_rate_at(run, step):.3g}" for step in sorted(places)}
-    return ", ".join(f"{rate} {places[at].format(f'{at + 1:,}')}" for at, rate in rates.items())
-
-
-def _is_readable(before: RunSchedule, now: RunSchedule) -> bool:
-    """Returns whether a stored schedule needs no code that the run does not import anyway."""
-    return before.schedule in (*SCHEDULE.known, now.schedule)
+    return ", ".join(f"{learning_rate_at(run, at):.3g} {places[at]}" for at in sorted(places))
 
 
 def decay_is_over(run: RunSchedule, done: int) -> bool:
     """Returns whether all steps after the first `done` have a built-in schedule's final rate."""
-    floor = run.learning_rate * run.final_fraction
-    if run.schedule not in SCHEDULE.known or run.final_fraction == 1:
+    if run.schedule not in SCHEDULE.known or not run.warmup_steps <= done < run.steps:
         return False
-    return run.warmup_steps <= done < run.steps and learning_rate_at(run, done) <= floor
+    floor = run.learning_rate * run.final_fraction
+    return learning_rate_at(run, done) <= floor < run.learning_rate
 
 
-def unread_notes(config: ScheduleConfig) -> list[str]:
-    """Says in at most one line which keys a built-in schedule does not read."""
-    unread = {"decay_shape": "sqrt"}
-    if config.schedule == "constant":
-        unread |= {"decay_steps": "auto", "final_fraction": default_floor("constant")}
-    values = {key: getattr(config, key) for key in unread}
-    odd = [f"optim.{key}={value}" for key, value in values.items() if value != unread[key]]
-    if not odd or config.schedule not in SCHEDULE.known or config.schedule == "wsd":
+def shape_notes(config: ScheduleConfig) -> list[str]:
+    """Says so if a built-in schedule does not read the form of the decay."""
+    schedule, shape = config.schedule, config.decay_shape
+    if shape == "sqrt" or schedule == "wsd" or schedule not in SCHEDULE.known:
         return []
-    return [f"{' and '.join(odd)}: optim.schedule={config.schedule} does not read this; wsd does"]
+    return [f"optim.decay_shape={shape}: optim.schedule={schedule} does not read it; wsd does"]

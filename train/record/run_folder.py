@@ -145,7 +145,6 @@ def stored_config(run_dir: Path) -> Config:
 
     Raises:
         ConfigError: there is no run, or its configuration cannot be read.
-        CheckpointError: the checkpoint's meta.json cannot be read.
     """
     saved, newest = run_dir / "config.json", latest(run_dir / "checkpoints")
     if saved.exists():
@@ -202,12 +201,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
 
 
 def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule | None]:
-    """Returns the steps that a run or its trunk has made, and the schedule of those; None: it is new.
-
-    Raises:
-        ConfigError: the configuration cannot be read.
-        CheckpointError: the trunk's checkpoint or the source cannot be read.
-    """
+    """Returns the steps that a run or its trunk has made, and their schedule; None: it is new."""
     newest, source = latest(run_dir / "checkpoints"), source or read_source(run_dir)
     if newest is not None:
         before = stored_config(run_dir)
