@@ -54,7 +54,7 @@ from .train.config.run_config import Config, ConfigError
 from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
-from .train.record.run_folder import count_epochs, place_data
+from .train.record.run_folder import count_epochs, place_data, stored_config
 
 OnRecord = Callable[[dict[str, Any]], object]
 _TELL_S = 0.2  # between two looks for new records
@@ -483,7 +483,7 @@ def load_config(run_dir: str | PathLike[str], *overrides: str) -> Config:
         ConfigError: the folder holds no run, or a change is not valid.
     """
     stored = Path(run_dir) / "config.json"
-    return resolve(str(stored), overrides, {str(stored): lambda: Config.load(stored)})
+    return resolve(str(stored), overrides, {str(stored): lambda: stored_config(stored.parent)})
 
 
 def export(

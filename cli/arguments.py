@@ -9,6 +9,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,10 @@ def resolve_config(name: str, overrides: list[str]) -> "Config":
     from ..train.config.resolve import resolve
     from ..train.config.run_config import Config
     from ..train.recipes.smoke import RECIPES
+    from ..train.record.run_folder import stored_config
 
     if not name.endswith(".json"):
         return resolve(name, overrides, RECIPES)
-    return resolve(name, overrides, {name: lambda: Config.load(Path(name))})
+    path, is_run = Path(name), Path(name).name == "config.json"
+    load = partial(stored_config, path.parent) if is_run else partial(Config.load, path)
+    return resolve(name, overrides, {name: load})

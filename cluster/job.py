@@ -33,6 +33,7 @@ JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 GENERATION = "generation"
 CONFIG = "config.json"
+NEXT_CONFIG = "config.next.json"  # of a continued run that has not made its first step yet
 SOURCE = "source.json"
 SUPERVISOR = "supervisor"
 RESULT = "result.json"
@@ -107,6 +108,7 @@ class Launch:
     )  # mesh keys that change in this generation
     supervisor_timeout_s: float = 120.0  # of silence, after which a node ends its ranks
     configuration: str = field(default="", repr=False)  # text of the run's config.json
+    config_file: str = CONFIG  # that ranks read; a continued run keeps its own until a step is made
     source: str = field(default="", repr=False)  # text of its source.json; empty: drawn weights
     # tells its submission in the journal from others
     id: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
@@ -289,9 +291,9 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     if not entries and not run_dir.is_dir():
         raise JobError(f"{run_dir}: there is no such folder{runs_near(run_dir)}")
     if not entries:
-        raise JobError(
-            f"{run_dir}: no job was started in this folder (it has no {JOURNAL}){runs_near(run_dir)}"
-        )
+        again = f": enter `moebius train` or `moebius submit` again with --run-dir {run_dir}"
+        hint = again if (run_dir / CONFIG).exists() else runs_near(run_dir)
+        raise JobError(f"{run_dir}: no job was started in this folder (it has no {JOURNAL}){hint}")
     current = current_submission(entries)
     last = current[-1]
     silent_s = None
@@ -342,10 +344,10 @@ def last_train_line(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def total_steps(run_dir: Path) -> int | None:
+def total_steps(run_dir: Path, config_file: str = CONFIG) -> int | None:
     """Returns the number of steps in the run's configuration; None if it is missing there."""
     try:
-        steps = json.loads(read_text(run_dir / CONFIG) or "")["train"]["steps"]
+        steps = json.loads(read_text(run_dir / config_file) or "")["train"]["steps"]
     except (KeyError, ValueError, TypeError, RecursionError):
         return None
     return steps if isinstance(steps, int) and 0 < steps < 2**63 else None
@@ -397,10 +399,10 @@ def begin_submission(launch: Launch, **details: Any) -> None:
     refuse_if_running(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for flag in (STOP, PAUSE, SCALE):
-            (run_dir / flag).unlink(missing_ok=True)
+        for left in (STOP, PAUSE, SCALE, NEXT_CONFIG):
+            (run_dir / left).unlink(missing_ok=True)
         if launch.configuration:
-            write_atomically(run_dir / CONFIG, launch.configuration)
+            write_atomically(run_dir / launch.config_file, launch.configuration)
         if launch.source:
             write_atomically(run_dir / SOURCE, launch.source)
         beat(run_dir)

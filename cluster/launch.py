@@ -30,13 +30,23 @@ from ..data_pipeline.files import write_atomically
 from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
-from ..train.config.schedule import schedule_notes
-from ..train.optim import rate_notes
-from ..train.record.run_folder import Source, check_data, count_epochs, open_run, read_source
+from ..train.config.schedule import decay_is_over, learning_rate_at, rates_line, shape_notes
+from ..train.optim import muon_rate, rate_notes
+from ..train.record.run_folder import (
+    Source,
+    check_data,
+    count_epochs,
+    has_trained,
+    open_run,
+    read_source,
+    steps_before,
+)
 from ..train.record.untrusted import read_text
 from .job import (
     CONFIG,
     JOURNAL,
+    NEXT_CONFIG,
+    RESULT,
     SIMULATED,
     SOURCE,
     THIS_MACHINE,
@@ -109,6 +119,8 @@ def opened_folder(
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
+        if config.train.epochs is None:  # else they are counted once the data is prepared
+            rates_of(config, run_dir, source)
         for note in rate_notes(config.optim):
             console.print(Text(note, style="yellow"))
         yield
@@ -136,10 +148,10 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
         check_data(config, run_dir, is_whole=not launch.prepares_data)
-    before = Config.load(run_dir / CONFIG) if step else config
-    was = before.optim.over(before.train.steps)
-    for note in schedule_notes(config.optim, config.train.steps, before=was, done=step or 0):
-        console.print(Text(note, style="yellow"), soft_wrap=True)
+        for at, line in enumerate(rates_of(config, run_dir)):
+            console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
+    if step is not None and not (run_dir / CONFIG).exists():
+        console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
     begin_job(launch)
     words = "has no checkpoint; starts from the beginning"
     if step is not None:
@@ -149,6 +161,33 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     if is_known or step is not None or source is not None:
         console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
     return launch
+
+
+def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> list[str]:
+    """Says a run's learning rates, those of before, and in further lines what is odd about them.
+
+    Raises:
+        JobError: the run has no step to make, or a new length gives it nothing but steps of rate 0.
+    """
+    (done, before), steps = steps_before(run_dir, source), config.train.steps
+    if done > steps or (done == steps and '"finished"' in (read_text(run_dir / RESULT) or "")):
+        raise JobError(
+            f"{run_dir}: finished at step {done:,}, and train.steps is {steps:,}; to continue, raise "
+            f"it: train.steps={2 * done}"
+        )
+    now = config.optim.over(steps)
+    lines = [rates_line(now, before=before, done=done)]
+    for factor in muon_rate(config.optim, 1.0).values():
+        lines[0] += f"; Muon's matrices have {factor:.3g} times this rate"
+    if before is not None and decay_is_over(now, done):
+        rate, end = learning_rate_at(now, done), now.warmup_steps + now.decay_steps
+        lines += [
+            f"the decay ended at step {end:,}, so all steps from {done + 1:,} to {steps:,} have the "
+            f"rate {rate:.3g}; optim.decay_steps=auto ends it with the run"
+        ]
+        if rate == 0 and now != before:
+            raise JobError(f"{run_dir}: {lines[-1]}")
+    return lines + shape_notes(config.optim)
 
 
 def begin_job(launch: Launch) -> None:
@@ -221,6 +260,7 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
         "warm_start": job.warm_start,
         "prepares_data": prepares_beside(config),
         "configuration": _as_text(config),
+        "config_file": NEXT_CONFIG if has_trained(run_dir) else CONFIG,
         "source": read_text(run_dir / SOURCE) or "",
     }
 

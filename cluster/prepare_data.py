@@ -3,7 +3,7 @@
     python -m moebius.cluster.prepare_data RUN_DIR --workers N
     python -m moebius.cluster.prepare_data RUN_DIR --address HOST:PORT --capacity N
 
-It reads the run folder's config.json and reports progress to `preparation.jsonl` there. If it is killed, the
+It reads the run's configuration and reports progress to `preparation.jsonl` there. If it is killed, the
 next one continues where it stopped. With `--workers`, it runs at the lowest priority, so that ranks come
 first.
 """
@@ -21,6 +21,7 @@ from ..data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
 from ..data_pipeline.make.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
 from ..data_pipeline.prepare_config import PrepareConfig
+from ..train.config.resize import CONFIG_VARIABLE
 from .nodes import processes
 from .report.data_progress import COMPLETE, EXIT_FAILED, FAILED, ProgressLog
 
@@ -31,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Prepares all data; returns the exit code."""
     processes.bind_to_parent()
     options = _parse(arguments)
-    values = json.loads((options.run_dir / "config.json").read_bytes())
+    stored = options.run_dir / os.environ.get(CONFIG_VARIABLE, "config.json")
+    values = json.loads(stored.read_bytes())
     config = PrepareConfig.model_validate(values["prepare"])
     directory = values["data"]["directory"]
     log = ProgressLog(options.run_dir)

@@ -36,7 +36,7 @@ from .job import (
     refuse_if_running,
     submitted_to,
 )
-from .launch import begin_run, make_launch, opened_folder, simulated_gpus
+from .launch import begin_run, make_launch, opened_folder, rates_of, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import require_ray
 from .places.simulated import simulated_cluster
@@ -129,12 +129,7 @@ def resume(
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
     refuse_if_running(run_dir, tell=console.print)
-    status, steps = read_status(run_dir), config.train.steps
-    if status.state is State.SUCCEEDED and status.step is not None and status.step >= steps:
-        raise JobError(
-            f"{run_dir}: finished at step {status.step:,}, and train.steps is {steps:,}; to "
-            f"continue, raise it: train.steps={2 * steps}"
-        )
+    rates_of(config, run_dir)
     where, source = submitted_to(run_dir), read_source(run_dir)
     if address is None and where == THIS_MACHINE and not detach:
         return local.train_here(config, run_dir, source=source, console=console)

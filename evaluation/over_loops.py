@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..model.cost import forward_flops
-from ..train.config.run_config import Config
+from ..train.record.run_folder import stored_config
 from .perplexity import measure
 from .zero_shot import ZeroShotReport
 
@@ -64,7 +64,7 @@ def measure_over_loops(
         for result in report.tasks:
             for metric, estimate in result.metrics.items():
                 found.setdefault(f"{result.name} {metric}", []).append(estimate.value)
-    config = Config.load(run_dir / "config.json")
+    config = stored_config(run_dir)
     per_depth = [config.model.with_loops(number) for number in loops]
     return OverLoops(
         measured_step,

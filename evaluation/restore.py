@@ -15,8 +15,8 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..plugins import runs_near
 from ..train.config.run_config import Config, ConfigError
+from ..train.record.run_folder import stored_config
 from ..train.state import model_tensors
 
 
@@ -51,10 +51,7 @@ def restore(
         ValueError: the run or the checkpoint does not exist, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
-    config_file = run_dir / "config.json"
-    if not config_file.exists():
-        raise ConfigError(f"{run_dir}: is not a run folder (no config.json){runs_near(run_dir)}")
-    config = Config.load(config_file)
+    config = stored_config(run_dir)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))
     if depth_steps is not None:

@@ -28,7 +28,6 @@ from ..model.config.model_config import ModelConfig
 from ..plugins import runs_near, some_of
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
-from ..train.config.schedule import learning_rate_at
 from ..train.config.validation import validated
 from ..train.recipes.smoke import RECIPES
 from ..train.record.run_folder import check_branch, count_epochs
@@ -266,18 +265,7 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
             f"{name}: the run's {config.train.steps} steps count from the trunk's first step, and the "
             f"branch goes on after step {step}: set, for example, train.steps={2 * step}"
         )
-    return Start(config, source, _rate_notes(trunk, config, step))
-
-
-def _rate_notes(trunk: Config, config: Config, step: int) -> tuple[str, ...]:
-    """Says so if a branch's first learning rate is not that of its trunk."""
-    own, before = (
-        learning_rate_at(one.optim.over(one.train.steps), step) for one in (config, trunk)
-    )
-    if own == before:
-        return ()
-    words = f"the branch's learning rate begins at {own:.3g}, and its trunk's would go on at "
-    return (f"{words}{before:.3g}",)
+    return Start(config, source)
 
 
 # Fitting ------------------------------------------------------------------------------------------

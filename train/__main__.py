@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..plugins import PluginError
 from .config.errors import EXIT_MISTAKE, no_restart_mends
-from .config.resize import with_mesh_of
+from .config.resize import CONFIG_VARIABLE, with_mesh_of
 from .config.run_config import Config
 from .loop import train
 from .record.heartbeat import FOLDER
@@ -45,7 +45,8 @@ def _train() -> None:
             "usage: python -m moebius.train RUN_DIR (the folder that holds config.json)"
         )
     run_dir = Path(sys.argv[1])
-    config = with_mesh_of(Config.load(run_dir / "config.json"), os.environ)
+    stored = run_dir / os.environ.get(CONFIG_VARIABLE, "config.json")
+    config = with_mesh_of(Config.load(stored), os.environ)
     state = train(config, run_dir)
     logging.getLogger(__name__).info("%s", state)
 

@@ -13,6 +13,7 @@ from ..data_pipeline.files import write_atomically
 from .evaluate import evaluate
 from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
+from .optim import muon_rate
 from .record.heartbeat import Phase
 from .run import OpenRun, Run, StepResult, save
 
@@ -39,6 +40,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         loss=sums["loss"].item(),
         regularisation=sums["regularisation"].item(),
         learning_rate=result.learning_rate,
+        **muon_rate(run.config.optim, result.learning_rate),
         grad_norm=result.grad_norm,
         skipped=number - run.progress.updates,
         tokens=run.progress.tokens,

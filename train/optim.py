@@ -120,6 +120,12 @@ def rate_notes(config: OptimConfig) -> list[str]:
     return [f"{key}={rate:g} with optim.muon.scale={config.muon.scale}, whose {other}"]
 
 
+def muon_rate(config: OptimConfig, rate: float) -> dict[str, float]:
+    """Returns the rate of Muon's matrices in a step, by its name in the log, if it is their own."""
+    own = config.muon.learning_rate
+    return {} if own is None else {"muon_learning_rate": rate * own / config.learning_rate}
+
+
 def optimizer_of(
     config: OptimConfig, model: nn.Module, mesh: "Mesh | None" = None
 ) -> torch.optim.Optimizer:
@@ -152,10 +158,33 @@ def optimizer_of(
             f"optim.kind: {config.kind} leaves out {len(left_out)} of {len(named)} parameters, "
             f"for example {left_out[0]}: give every parameter a group, with lr=0 to freeze it"
         )
+    if is_own(config.kind):
+        _refuse_unread(config, model, optimizer)
     for group in optimizer.param_groups:
         group["initial"] = _numbers(group)
         group["constant"] = deepcopy(_others(group))
     return optimizer
+
+
+def _refuse_unread(config: OptimConfig, model: nn.Module, own: torch.optim.Optimizer) -> None:
+    """Refuses keys for some parameters that a user's own optimizer has made no groups for."""
+    group_of = {one: group for group in own.param_groups for one in group["params"]}
+    rates: dict[str, set[Any]] = {"": set()}
+    decays, roles = False, roles_of(model)
+    for name, parameter in model.named_parameters():
+        role, group = roles[name], group_of[parameter]
+        part = role.part if _rate_factor(config, role) != 1 else ""
+        rates.setdefault(part, set()).add(group.get("lr"))
+        decays |= bool(group.get("weight_decay")) and role.kind != "unknown" and not role.is_matrix
+    others = rates.pop("")
+    unread = [f"optim.{part}_rate" for part, found in rates.items() if found & others]
+    if decays and config.weight_decay_on == "matrices":
+        unread.append("optim.weight_decay_on")
+    if unread:
+        raise PluginError(
+            f"optim.kind: {config.kind} does not read {', '.join(unread)}: give these parameters groups "
+            "of their own in your function, or leave the key at its default"
+        )
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rate: float, *, peak: float) -> None:
@@ -253,6 +282,8 @@ def _make_muon(
             own.setdefault((decay, _rate_factor(config, role)), []).append(parameter)
         else:
             others.append((name, parameter))
+    if not own:
+        raise PluginError("optim.kind=muon: no trained parameter is a matrix: use optim.kind=adamw")
     peak = config.muon.learning_rate or config.learning_rate
     settings = config.muon.model_dump(include={"momentum", "steps", "scale", "cautious"})
     return Muon(

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...train.config.resize import MESH_VARIABLE
+from ...train.config.resize import CONFIG_VARIABLE, MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import keep_log
 from ...train.record.redaction import redact
@@ -91,6 +91,7 @@ def _run_elastic_agent(
 
     launch = assignment.launch
     os.environ[MESH_VARIABLE] = json.dumps(launch.mesh)
+    os.environ[CONFIG_VARIABLE] = launch.config_file
     meeting = Meeting(
         name=f"{launch.name}-g{assignment.generation}",
         node_rank=assignment.node_rank,

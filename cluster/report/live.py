@@ -100,7 +100,7 @@ class View:
                 self.data = record
                 if record.get("news"):
                     new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))
-        self.total = self.total or total_steps(self.run_dir)
+        self.total = total_steps(self.run_dir) or self.total  # a continued run has another soon
         return sorted(
             (event for event in new if event.time >= (self._since or 0.0)),
             key=lambda event: event.time,
@@ -268,6 +268,8 @@ def step_line(view: View) -> str:
         words.append(f"expert load max/mean {view.history.hottest[last['step']]:.2f}")
     if "learning_rate" in last:
         words.append(f"learning rate {last['learning_rate']:.2e}")
+    if "muon_learning_rate" in last:
+        words.append(f"of Muon's matrices {last['muon_learning_rate']:.2e}")
     if "grad_norm" in last:
         words.append(f"gradient norm {spell_number(last['grad_norm'])}")
     return ", ".join(words)

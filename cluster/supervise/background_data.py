@@ -29,6 +29,7 @@ from ...data_pipeline.manifest import (
     read_manifest,
 )
 from ...plugins import FOLDER
+from ...train.config.resize import CONFIG_VARIABLE
 from ..job import Launch, python_module
 from ..nodes import processes
 from ..report.data_progress import EXIT_FAILED, FAILED, last_record
@@ -49,7 +50,7 @@ class BackgroundData:
     """Prepares the data of a run's configuration in a child process.
 
     Args:
-        launch: of the job; its run folder contains config.json.
+        launch: of the job; its run folder contains the configuration.
         where: returns the child's arguments that say where tasks run; called once the ranks' CPUs are
             reserved.
     """
@@ -57,7 +58,7 @@ class BackgroundData:
     def __init__(self, launch: Launch, where: Callable[[], list[str]]):
         self._launch, self._where = launch, where
         self._run_dir = Path(launch.run_dir)
-        config = json.loads((self._run_dir / "config.json").read_bytes())
+        config = json.loads((self._run_dir / launch.config_file).read_bytes())
         self.directory = Path(config["data"]["directory"])
         self.start_when: int = config["train"]["start_when"]
         self.failure = ""
@@ -127,7 +128,9 @@ class BackgroundData:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment() | {FOLDER: self._launch.environment.get(FOLDER, "")},
+                env=_environment()
+                | {FOLDER: self._launch.environment.get(FOLDER, "")}
+                | {CONFIG_VARIABLE: self._launch.config_file},
                 start_new_session=True,  # Ctrl-C must reach only the command, which requests a stop
             )
 

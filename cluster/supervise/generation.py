@@ -96,6 +96,7 @@ class GenerationOwner(Protocol):
     def look_after_data(self) -> None: ...
     def why_resize(self, current: int) -> str: ...
     def keep(self, name: str, text: str) -> None: ...
+    def store_config(self) -> None: ...
 
 
 class GenerationWatch:
@@ -120,7 +121,7 @@ class GenerationWatch:
         self.ranks = RankWatcher(
             nodes,
             world_size=self.launch.world_size,
-            limits=read_limits(self.run_dir),
+            limits=read_limits(self.run_dir / launch.config_file),
             stall_dir=f"logs/g{self.generation:03d}/stall",
             note=self.note,
         )
@@ -242,7 +243,8 @@ class GenerationWatch:
                     self.step = step
 
     def log_first_step(self, line: dict) -> None:
-        """Journals the first step, and where the time before it went."""
+        """Journals the first step, and where the time before it went; the run has changed by now."""
+        self.owner.store_config()
         seconds = time.monotonic() - self.started
         words = f"first step ({line['step']}) after {seconds:.1f} s"
         self.owner.log(
@@ -328,9 +330,11 @@ class GenerationWatch:
         """Judges a generation whose ranks all exited with 0, by the result file."""
         self.read_metrics()
         result = _read_result(self.run_dir / RESULT)
-        state, step, total = result.get("state"), result.get("step"), total_steps(self.run_dir)
+        state, step = result.get("state"), result.get("step")
+        total = total_steps(self.run_dir, self.launch.config_file)
         asked = self.owner.stop_flag.read()
         if (state == "finished" and total is None) or _is_last(step, total):
+            self.owner.store_config()  # if no step was left to make
             return Outcome("finished", step=step)
         if state == "stopped" and (asked or self.pausing):
             return Outcome("stopped" if asked else "paused", step=step)

@@ -24,10 +24,13 @@ from typing import Any
 
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.config.errors import EXIT_MISTAKE
+from ...train.record.untrusted import read_text
 from ..job import (
     CONFIG,
     GENERATION,
+    NEXT_CONFIG,
     PAUSE,
+    RESULT,
     SOURCE,
     JobError,
     Launch,
@@ -97,6 +100,7 @@ def supervise(
         job.journal.settle()
         raise
     job.release()
+    job.leave_files()
     job.journal.settle()
     # its absence tells that nothing is left of the job
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
@@ -124,7 +128,7 @@ class JobSupervisor:
         self.stop_flag = StopFlag(self.run_dir)
         self.keep = self.journal.kept.keep
         if launch.configuration:
-            self.keep(CONFIG, launch.configuration)
+            self.keep(launch.config_file, launch.configuration)
         if launch.source:  # without it, ranks would begin with drawn weights
             self.keep(SOURCE, launch.source)
         self.generation = read_generation(self.run_dir)
@@ -132,6 +136,10 @@ class JobSupervisor:
         self.budgets = RestartBudgets.from_journal(launch, entries)
         self.has_started = any(entry.state is State.STARTING for entry in entries)
         self.has_worked = any(entry.state is State.RUNNING for entry in entries)
+        self.is_stored = launch.config_file == CONFIG
+        self.former_result = read_text(self.run_dir / RESULT)
+        if self.has_worked:
+            self.store_config()
         self.placing = Placing(
             launch,
             node_provider,
@@ -209,6 +217,8 @@ class JobSupervisor:
     def log(self, state: State, reason: str, **details: Any) -> None:
         """Appends a state with its reason to the journal."""
         self.state = state
+        if state.is_final and not self.is_stored:
+            reason += f"; {CONFIG} is as before, and {NEXT_CONFIG} holds what was asked for"
         self.journal.append(state, generation=self.generation, reason=reason, details=details)
 
     def beat(self) -> None:
@@ -221,6 +231,21 @@ class JobSupervisor:
         self.journal.beat()
         for name in self.journal.kept.restore():
             self.log(self.state, f"the file {name} was damaged and is written again")
+
+    def store_config(self) -> None:
+        """Puts a continued run's new configuration in the place of the former one."""
+        if not self.is_stored:
+            self.is_stored = True
+            self.keep(CONFIG, self.launch.configuration)
+            self.journal.kept.restore()
+
+    def leave_files(self) -> None:
+        """Leaves the folder of a continued run as it was, if the job has made no step."""
+        if self.is_stored:
+            self.journal.kept.forget(NEXT_CONFIG)
+            (self.run_dir / NEXT_CONFIG).unlink(missing_ok=True)
+        elif self.former_result:
+            self.keep(RESULT, self.former_result)
 
     # -- before a generation -----------------------------------------------------------------------
 
@@ -253,7 +278,7 @@ class JobSupervisor:
     def _announce(self, generation: int) -> bool:
         """Announces the next generation; returns False if that cannot be written."""
         self.journal.kept.forget(PAUSE)
-        refusal = announce(self.run_dir, generation)
+        refusal = announce(self.run_dir, generation, self.journal.kept)
         if not refusal:
             self.keep(GENERATION, str(generation))
         self._while_placing(refusal)

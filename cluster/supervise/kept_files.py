@@ -32,11 +32,14 @@ class KeptFiles:
         """Leaves a file to others."""
         self._texts.pop(name, None)
 
-    def restore(self) -> list[str]:
-        """Writes changed files again and returns their names; a full disk is retried at the next look."""
+    def restore(self, *, strictly: bool = False) -> list[str]:
+        """Writes changed files again and returns their names.
+
+        One that cannot be written is retried at the next look, or `strictly` raises OSError.
+        """
         restored = []
         for name, text in self._texts.items():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*(() if strictly else (OSError,))):
                 if self._restore(name, text):
                     restored.append(name)
         return restored

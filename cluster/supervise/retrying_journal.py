@@ -96,9 +96,10 @@ class RetryingJournal(Journal):
         self._why = error.strerror or str(error)
 
 
-def announce(run_dir: Path, generation: int) -> str:
+def announce(run_dir: Path, generation: int, kept: KeptFiles) -> str:
     """Announces a generation and removes what an earlier one left; returns "" or why it failed."""
     try:
+        kept.restore(strictly=True)  # ranks read them
         for left in (RESULT, PAUSE):
             (run_dir / left).unlink(missing_ok=True)
         write_atomically(run_dir / GENERATION, str(generation))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...train.config.job_config import PhaseLimits
 from ...train.record.untrusted import read_text
-from ..job import CONFIG, RootCause
+from ..job import RootCause
 from ..nodes.provider import NodeHandle, NodeLost
 from .evidence import Evidence
 from .heartbeats import GONE, STOPPED, RankState
@@ -207,10 +207,10 @@ class _Questions:
             raise NodeLost(f"node {number} was lost: {error}") from error
 
 
-def read_limits(run_dir: Path) -> dict[str, float | None]:
+def read_limits(config_file: Path) -> dict[str, float | None]:
     """Returns a run's `PhaseLimits` from its configuration, as plain values."""
     try:
-        saved = json.loads(read_text(run_dir / CONFIG) or "")["job"]["limits"]
+        saved = json.loads(read_text(config_file) or "")["job"]["limits"]
         return PhaseLimits.model_validate(saved).model_dump()
     except (KeyError, TypeError, ValueError, RecursionError):
         return PhaseLimits().model_dump()  # an older run without them

@@ -158,6 +158,8 @@ def test_resume_of_what_is_finished_running_or_nothing(runs, moebius, submitted)
     assert "config.json" in moebius("resume", runs / "good").text
     resolve("smoke", ["train.steps=77"], RECIPES).save(runs / "good" / "config.json")
     (runs / "good" / "metrics.jsonl").write_text('{"kind": "train", "step": 77, "loss": 1.0}\n')
+    (runs / "good" / "checkpoints" / "step_00000077").mkdir(parents=True)
+    (runs / "good" / "result.json").write_text('{"state": "finished", "step": 77}')
     done = moebius("resume", runs / "good")
     assert done.code == 2
     assert "finished at step 77" in done.text

@@ -200,7 +200,7 @@ def test_of_many_runs_a_few_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "runs" / f"{number:06}" / "checkpoints").mkdir(parents=True)
     with pytest.raises(JobError, match=r"runs here: (runs/\d{6},? ){10}and 20 more$"):
         status("mine")
-    with pytest.raises(ConfigError, match=r"cannot be read .*; did you mean runs/000013\?"):
+    with pytest.raises(ConfigError, match=r"is not a run folder .*; did you mean runs/000013\?"):
         load_config("runs/00001333")
 
 

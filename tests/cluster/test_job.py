@@ -37,6 +37,9 @@ def test_status_of_a_folder_without_a_job_is_an_error(tmp_path):
         job.read_status(tmp_path / "nothere")
     with pytest.raises(JobError, match=r"no job was started in this folder"):
         job.read_status(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # of a command that was killed while it prepared
+    with pytest.raises(JobError, match=rf"`moebius train` .* again with --run-dir {tmp_path}"):
+        job.read_status(tmp_path)
 
 
 def test_status_tells_step_loss_restarts_and_root_cause(tmp_path):

@@ -24,11 +24,15 @@ from moebius.cluster.launch import (
     opened_folder,
 )
 from moebius.cluster.report.run_report import read_report
+from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.samples import OrderedSamples
+from moebius.export.start import start_from
 from moebius.train.config.run_config import Config
+from moebius.train.record.run_folder import stored_config
+from tests.cluster.pretended import PretendedNode, makes_steps, with_result
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +47,18 @@ def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
+def changed(run_dir: Path, **changes: dict) -> Config:
+    """Returns the configuration of the run of this folder with changed values."""
+    values = stored_config(run_dir).model_dump(mode="json")
+    for section, values_there in changes.items():
+        values[section] |= values_there
+    return Config.model_validate(values)
+
+
 def start(run_dir: Path, **changes: dict) -> str:
     """Starts the run of this folder with changed values, without any rank; returns what it says."""
-    values = json.loads((run_dir / "config.json").read_text())
-    for section, changed in changes.items():
-        values[section] |= changed
-    config, said = Config.model_validate(values), io.StringIO()
-    console = Console(file=said)
+    config, said = changed(run_dir, **changes), io.StringIO()
+    console = Console(file=said, width=400)
     try:
         with opened_folder(config, run_dir, console):
             begin_run(config, launch_here(config, run_dir), console)
@@ -75,12 +84,118 @@ def test_a_run_says_where_it_continues_once_nothing_is_left_to_refuse_it(run_dir
         },
     }
     for told, changes in refused.items():
-        said = start(run_dir, **changes)
+        said = start(run_dir, **{"train": {"steps": 9}, **changes})
         assert told in said
         assert "continues" not in said.partition("refused: ")[0]
         assert not (run_dir / JOURNAL).exists()
     said = start(run_dir, train={"steps": 9})
     assert said.endswith("continues from the checkpoint of step 2, to step 9\n")
+
+
+def stored_as(run_dir: Path, **changes: dict) -> None:
+    changed(run_dir, **changes).save(run_dir / "config.json")
+
+
+@pytest.mark.parametrize("change", [{}, {"steps": 1}])
+def test_a_run_without_a_step_to_make_is_refused(run_dir, change):
+    said = start(run_dir, train=change)
+    assert f"finished at step 2, and train.steps is {change.get('steps', 2)}; to continue" in said
+    assert "train.steps=4" in said
+    assert not (run_dir / JOURNAL).exists()
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_may_end(run_dir):
+    (run_dir / "result.json").unlink()
+    assert "continues from the checkpoint of step 2, to step 2\n" in start(run_dir)
+
+
+LINEAR = {
+    "schedule": "linear",
+    "warmup_steps": 0,
+    "decay_steps": "auto",
+    "final_fraction": 0.0,
+    "learning_rate": 1e-3,
+}
+
+
+@pytest.mark.parametrize(
+    ("optim", "change", "told"),
+    [
+        ({}, {}, "0.000778 at step 3, 0.000111 at step 9; before: 0.0005 at step 2"),
+        (
+            {"decay_steps": 2},
+            {},
+            "refused: {}: the decay ended at step 2, so all steps from 3 to 9",
+        ),
+        ({"decay_steps": 0.1}, {}, "from 3 to 9 have the rate 0; "),
+        ({"decay_steps": 5}, {}, "0.0006 at step 3, 0 at step 9; before: 0.0008 at step 2"),
+        (
+            {"decay_steps": 2, "schedule": "cosine", "final_fraction": 0.5},
+            {},
+            "have the rate 0.0005; ",
+        ),
+        ({"schedule": "constant", "final_fraction": 0.1}, {}, "0.001 at step 3, 0.001 at step 9;"),
+        (
+            {},
+            {"decay_steps": 1},
+            "refused: {}: the decay ended at step 1, so all steps from 3 to 9",
+        ),
+    ],
+)
+def test_a_continued_run_is_told_its_rates_and_what_to_type_if_they_have_ended(
+    run_dir, optim, change, told
+):
+    stored_as(run_dir, optim=LINEAR | optim)
+    said = start(run_dir, train={"steps": 9}, optim=change)
+    assert told.format(run_dir) in said
+    has_ended = "the decay ended" in said
+    assert (run_dir / JOURNAL).exists() == ("refused" not in said)
+    assert has_ended == ("the rate 0" in said) == ("optim.decay_steps=auto" in said)
+    if has_ended:  # the advice is taken
+        (run_dir / JOURNAL).unlink(missing_ok=True)
+        said = start(run_dir, train={"steps": 9}, optim={"decay_steps": "auto"})
+        assert "learning rate: 0.0" in said
+        assert "the decay ended" not in said
+
+
+def test_a_run_whose_own_decay_had_ended_goes_on_as_it_was_planned(run_dir):
+    stored_as(run_dir, train={"steps": 9}, optim=LINEAR | {"decay_steps": 2})
+    said = start(run_dir)
+    assert "from 3 to 9 have the rate 0; " in said
+    assert "continues from the checkpoint of step 2" in said
+
+
+def test_a_new_run_and_muons_matrices_are_told_their_rates(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "metrics.jsonl").unlink()
+    muon = {"kind": "muon", "muon": {"learning_rate": 3e-3}, "learning_rate": 1e-3}
+    said = start(run_dir, optim=LINEAR | muon)
+    assert "rate: 0.001 at step 1, 0.0005 at step 2; Muon's matrices have 3 times this rate" in said
+
+
+def test_a_branch_is_told_its_trunks_rates_beside_its_own(run_dir, tmp_path):
+    stored_as(run_dir, optim=LINEAR)
+    branch = start_from(f"{run_dir}@2", None, ["train.steps=9", "optim.schedule=constant"])
+    console = Console(file=io.StringIO(), width=400)
+    with opened_folder(branch.config, tmp_path / "branch", console, branch.source):
+        begin_run(branch.config, launch_here(branch.config, tmp_path / "branch"), console)
+    assert "0.003 at step 9; before: 0.002 at step 2\n" in console.file.getvalue()
+
+
+def test_a_run_that_lost_its_configuration_goes_on_with_that_of_its_checkpoint(run_dir, tmp_path):
+    (run_dir / "config.json").unlink()
+    assert "holds another run (optim.learning_rate" in start(run_dir, optim={"learning_rate": 1.0})
+    said = start(run_dir, train={"steps": 9})
+    assert "config.json is missing; the newest checkpoint has the run's configuration" in said
+    assert "continues from the checkpoint of step 2, to step 9" in said
+    launch = launch_here(changed(run_dir, train={"steps": 9}), run_dir)
+    supervise(
+        launch,
+        PretendedNode(
+            run_dir, [makes_steps(3, 9, then=with_result('{"state": "finished", "step": 9}'))]
+        ),
+    )
+    assert Config.load(run_dir / "config.json").train.steps == 9
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -89,18 +204,18 @@ def test_epochs_are_counted_in_prepared_data_and_a_new_length_is_told(run_dir, p
     said = start(
         run_dir, data=data, train={"epochs": 2}, optim={"decay_steps": None, "warmup_steps": 0}
     )
-    config = Config.load(run_dir / "config.json")
+    config = Config.load(run_dir / "config.next.json")
     samples = OrderedSamples(config.data, open_fetcher(config.data))
     rows = samples.num_rows()
     assert not samples.prepare(0, rows + 1)
     assert samples.order.refs_at(0, rows + 1).epochs.tolist() == [0] * rows + [1]
     assert config.train.epochs == 2
     assert config.train.steps == 2 * rows // config.train.global_batch
-    assert f"train.steps=2 became {config.train.steps}: step 3 has the rate" in said
+    assert f"at step {config.train.steps:,}; before: " in said
 
 
 def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
-    config, console = Config.load(run_dir / "config.json"), Console(quiet=True)
+    config, console = changed(run_dir, train={"steps": 9}), Console(quiet=True)
     new, kept = tmp_path / "new" / "mine", set(run_dir.rglob("*"))
     for folder in (new, run_dir):
         with contextlib.suppress(KeyboardInterrupt), opened_folder(config, folder, console):

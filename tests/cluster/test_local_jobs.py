@@ -131,7 +131,8 @@ def test_a_command_that_ends_while_it_prepares_leaves_the_old_run(tmp_path, monk
     assert {path: path.read_bytes() for path in before} == before
     assert not (run_dir / "journal.jsonl").exists()
     begin_submission(launch_here(longer, run_dir))
-    assert Config.load(run_dir / "config.json") == longer
+    assert {path: path.read_bytes() for path in before} == before, "until the first step"
+    assert Config.load(run_dir / "config.next.json") == longer
 
 
 INTERRUPTED = """

@@ -1,10 +1,22 @@
 """The optimizer: its groups, its rates, the bits of its steps."""
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from family import tiny_model
 
-from moebius.train.optim import OptimConfig, make_optimizer, optimizer_of, set_rates
+from moebius.plugins import PluginError
+from moebius.train.optim import (
+    MuonConfig,
+    OptimConfig,
+    make_optimizer,
+    muon_rate,
+    optimizer_of,
+    set_rates,
+)
 from moebius.train.state import allocate_moments, state_tensors
 
 
@@ -31,6 +43,65 @@ def test_every_parameter_decays_except_those_of_parcaes_injection() -> None:
     of_injection = ("rate_bias", "step_bias", "input.weight", "output.weight")
     assert kept == {f"loops.injection.{name}" for name in of_injection}
     assert all(value == pytest.approx(0.95) for name, value in after.items() if name not in kept)
+
+
+def grouped(named: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> torch.optim.SGD:
+    """Reads all keys that concern some parameters."""
+    of_routers = [parameter for name, parameter in named if "router" in name]
+    of_norms = [parameter for name, parameter in named if "norm" in name]
+    others = [parameter for name, parameter in named if "router" not in name and "norm" not in name]
+    rate, decay = config.learning_rate, config.weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": of_routers, "lr": rate * config.router_rate, "weight_decay": decay},
+        {"params": of_norms, "lr": rate},
+        {"params": others, "lr": rate},
+    ]
+    return torch.optim.SGD(groups)
+
+
+def flat(named: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> torch.optim.SGD:
+    decay = config.weight_decay
+    return torch.optim.SGD([one for _, one in named], config.learning_rate, weight_decay=decay)
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "unread"),
+    [
+        (flat, {"router_rate": 0.5}, "optim.router_rate"),
+        (flat, {"router_rate": 0.0, "head_rate": 2.0}, "optim.router_rate, optim.head_rate"),
+        (flat, {"embedding_rate": 0.5}, "optim.embedding_rate"),
+        (flat, {"weight_decay_on": "matrices"}, "optim.weight_decay_on"),
+        (flat, {"weight_decay_on": "matrices", "weight_decay": 0.0}, ""),
+        (flat, {}, ""),
+        (grouped, {"router_rate": 0.5, "weight_decay_on": "matrices"}, ""),
+        (grouped, {"router_rate": 0.5, "embedding_rate": 3.0}, "optim.embedding_rate"),
+    ],
+)
+def test_an_own_optimizer_that_ignores_a_key_is_refused(
+    own: Any, settings: dict[str, Any], unread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "parts_of_this_test", SimpleNamespace(make=own))
+    config = OptimConfig(kind="parts_of_this_test:make", **settings)
+    model = tiny_model("olmoe_small")
+    if unread:
+        with pytest.raises(PluginError) as refused:
+            optimizer_of(config, model)
+        assert f"parts_of_this_test:make does not read {unread}: give" in str(refused.value)
+    else:
+        assert isinstance(optimizer_of(config, model), torch.optim.SGD)
+
+
+def test_muon_without_a_matrix_says_what_to_use() -> None:
+    with pytest.raises(
+        PluginError, match=r"no trained parameter is a matrix: use optim\.kind=adamw"
+    ):
+        optimizer_of(OptimConfig(kind="muon"), torch.nn.LayerNorm(3))
+
+
+def test_the_rate_of_muons_matrices_is_logged_if_it_is_their_own() -> None:
+    own = OptimConfig(kind="muon", muon=MuonConfig(learning_rate=0.02), learning_rate=1e-3)
+    assert muon_rate(own, 5e-4) == {"muon_learning_rate": pytest.approx(0.01)}
+    assert muon_rate(OptimConfig(kind="muon"), 5e-4) == {}
 
 
 def test_gpus_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,8 +347,6 @@ def test_a_branch_that_changes_more_than_its_rates_is_refused(
     assert "optim.muon.routers: the run has False, now True" in refusal("optim.muon.routers=true")
     assert "goes on after step 6: set, for example, train.steps=12" in refusal("train.steps=6")
     assert f"alone: {weights} --draw-anew head*" in refusal(draw_anew=["head*"])
-    (note,) = start_from(f"{trunk}@6", None, ["optim.learning_rate=1e-3"]).notes
-    assert note.startswith("the branch's learning rate begins at 0.00")
     config = branched(trunk, tmp_path / "run")
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": 9})})
     for found in run_ranks(refused_branch, 2, seeded, tmp_path / "run"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the node's agent imports this module, and must not import t
     from ...distributed.layout import MeshConfig
     from .run_config import Config
 
+CONFIG_VARIABLE = "MOEBIUS_CONFIG"  # in a rank's environment: its file in the run folder
 MESH_VARIABLE = "MOEBIUS_MESH"  # in a rank's environment: keys of the mesh to change, as JSON
 
 

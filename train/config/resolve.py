@@ -23,6 +23,7 @@ from ...plugins import PluginError, check_call, import_own, is_own, nearest, run
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
+from .schedule import default_floor
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
@@ -256,8 +257,9 @@ def _choose_optim(
     if not isinstance(optim, dict):
         return  # reported later
     dropped = []
-    if optim.get("schedule", "cosine") != before.get("schedule", "cosine"):
-        dropped += ["final_fraction", "decay_steps", "decay_shape"]
+    if optim.get("schedule", "cosine") != (former := before.get("schedule", "cosine")):
+        is_chosen = optim.get("final_fraction") != default_floor(former)  # it means the same in all
+        dropped += ["decay_steps", "decay_shape", *([] if is_chosen else ["final_fraction"])]
     if before.get("kind") == "muon" and optim.get("kind") != "muon":
         dropped += ["muon"]
     for key in dropped:

@@ -5,7 +5,6 @@ tail 1 − √x: Hägele et al., arXiv 2405.18392.
 """
 
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -88,8 +87,7 @@ class ScheduleConfig(BaseModel):
     def _choose_floor(cls, values: Any) -> Any:
         """Sets the default of `final_fraction`, which depends on the schedule."""
         if isinstance(values, dict) and values.get("final_fraction") is None:
-            falls_to_0 = values.get("schedule") in ("wsd", "linear")
-            values = values | {"final_fraction": 0.0 if falls_to_0 else 0.1}
+            values = values | {"final_fraction": default_floor(values.get("schedule"))}
         return values
 
     def over(self, steps: int) -> "RunSchedule":
@@ -100,6 +98,11 @@ class ScheduleConfig(BaseModel):
         decay = max(1, _in_steps(decay, steps))
         rates = (self.schedule, self.learning_rate, self.final_fraction, self.decay_shape)
         return RunSchedule(*rates, warmup_steps=warmup, decay_steps=decay, steps=steps)
+
+
+def default_floor(schedule: str | None) -> float:
+    """Returns the final fraction of a schedule that is given none."""
+    return 0.0 if schedule in ("wsd", "linear") else 0.1
 
 
 def _in_steps(length: int | float, steps: int) -> int:
@@ -164,77 +167,39 @@ def _left(progress: float, shape: Shape) -> float:
     return 1 - (math.sqrt(progress) if shape == "sqrt" else progress)
 
 
-# What is odd --------------------------------------------------------------------------------------
+# What a run is told -------------------------------------------------------------------------------
 
 
-def schedule_notes(
-    config: ScheduleConfig, steps: int, *, before: RunSchedule | None = None, done: int = 0
-) -> list[str]:
-    """Says in at most one line what is odd about the rates of a run.
+def rates_line(now: RunSchedule, *, before: RunSchedule | None = None, done: int = 0) -> str:
+    """Says the learning rate of a run's next step, after its warm-up and of its last step.
 
-    Args:
-        config: of the run.
-        steps: `train.steps`.
-        before: the schedule of the run that is continued; None: it is new.
-        done: the steps that it has made.
+    Those `before` stand beside them, if they need no code that the run does not import anyway.
     """
-    if config.schedule not in SCHEDULE.known:
+    words = f"learning rate: {_told(now, done)}"
+    if before in (None, now) or before.schedule not in (*SCHEDULE.known, now.schedule):
+        return words
+    return f"{words}; before: {_told(before, done)}"
+
+
+def _told(run: RunSchedule, done: int) -> str:
+    last, warmup = run.steps - 1, run.warmup_steps
+    places = {step: f"at step {step + 1:,}" for step in (min(done, last), last)}
+    if done < warmup < last:
+        places[warmup] = f"after the warm-up ({warmup:,} steps)"
+    return ", ".join(f"{learning_rate_at(run, at):.3g} {places[at]}" for at in sorted(places))
+
+
+def decay_is_over(run: RunSchedule, done: int) -> bool:
+    """Returns whether all steps after the first `done` have a built-in schedule's final rate."""
+    if run.schedule not in SCHEDULE.known or not run.warmup_steps <= done < run.steps:
+        return False
+    floor = run.learning_rate * run.final_fraction
+    return learning_rate_at(run, done) <= floor < run.learning_rate
+
+
+def shape_notes(config: ScheduleConfig) -> list[str]:
+    """Says so if a built-in schedule does not read the form of the decay."""
+    schedule, shape = config.schedule, config.decay_shape
+    if shape == "sqrt" or schedule == "wsd" or schedule not in SCHEDULE.known:
         return []
-    now = config.over(steps)
-    if before is None or before == now:
-        return list(_odd(config, now))[:1]
-    return _changed(before, now, done)
-
-
-def _changed(before: RunSchedule, now: RunSchedule, done: int) -> list[str]:
-    """Says how the rates of a run differ since it, or its warm-up or decay, has another length."""
-    began, begins = (run.steps - run.decay_steps for run in (before, now))
-    last = max(done, min(before.steps, now.steps) - 1)
-    turns = {done, before.warmup_steps, now.warmup_steps, began, begins, last}
-    said = []
-    if now.schedule == "wsd" and begins != began:
-        said.append(f"the decay begins after step {begins} instead of {began}")
-    for step in sorted(step for step in turns if done <= step <= last):
-        was, rate = learning_rate_at(before, step), learning_rate_at(now, step)
-        if rate != was and (now.schedule != "wsd" or step == done):
-            said.append(f"step {step + 1} has the rate {rate:.3g} instead of {was:.3g}")
-            break
-    else:
-        was = rate = 0.0
-    if rate != was and now.schedule != "wsd":
-        kept = f"optim.warmup_steps={before.warmup_steps}"
-        decay = "" if now.schedule == "constant" else f" optim.decay_steps={before.decay_steps}"
-        said.append(f"{kept}{decay} keeps the former rates")
-    elif rate > was and done > began:
-        said.append("it rises again")
-    what = f"train.steps={before.steps} became {now.steps}"
-    if before.steps == now.steps:
-        what = "the schedule's lengths have changed"
-    return [f"{what}: {'; '.join(said)}"] if said else []
-
-
-def _odd(config: ScheduleConfig, now: RunSchedule) -> Iterator[str]:
-    """Yields what a built-in schedule hardly means."""
-    schedule, steps, decay = now.schedule, now.steps, f"optim.decay_steps={config.decay_steps}"
-    warmup = f"optim.warmup_steps={config.warmup_steps}"
-    last = f"the last step's rate is {learning_rate_at(now, steps - 1):.3g}"
-    if now.warmup_steps > steps:
-        yield f"{warmup} is more than train.steps={steps}: {last}"
-    if schedule == "wsd" and steps - now.decay_steps < max(0, now.warmup_steps - 1):
-        yield f"{warmup} and {decay} leave no step of train.steps={steps} at the peak: {last}"
-    ends = now.warmup_steps + now.decay_steps
-    is_count = isinstance(config.decay_steps, int)
-    is_early = ends + 1 < steps  # fractions are rounded
-    if schedule in ("cosine", "linear") and (is_early or (is_count and ends > 2 * steps)):
-        yield (
-            f"{decay} ends the {schedule} at step {ends}, and train.steps={steps}: {last}; "
-            "optim.decay_steps=auto ends it with the run"
-        )
-    if schedule == "wsd" and now.decay_steps == 1:
-        yield f"{decay} is one step of train.steps={steps}, which still has the peak: no rate decays"
-    unread = {} if schedule == "wsd" else {"decay_shape": "sqrt"}
-    if schedule == "constant":
-        unread |= {"decay_steps": "auto", "final_fraction": 0.1}
-    values = {key: getattr(config, key) for key in unread}
-    if odd := [f"optim.{key}={value}" for key, value in values.items() if value != unread[key]]:
-        yield f"{' and '.join(odd)}: optim.schedule={schedule} does not read this; wsd does"
+    return [f"optim.decay_shape={shape}: optim.schedule={schedule} does not read it; wsd does"]

@@ -27,6 +27,7 @@ METRICS: dict[tuple[str, str], Metric] = {
     ("train", "regularisation"): Metric("loss/regularisation", "nats per token"),
     ("train", "auxiliary_losses"): Metric("loss/auxiliary/NAME", ""),
     ("train", "learning_rate"): Metric("learning_rate", ""),
+    ("train", "muon_learning_rate"): Metric("muon_learning_rate", ""),
     ("train", "grad_norm"): Metric("gradient/norm", ""),
     ("train", "tokens_per_s"): Metric("throughput/tokens_per_s", "tokens/s"),
     ("train", "step_s"): Metric("throughput/step_s", "s"),

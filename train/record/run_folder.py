@@ -1,6 +1,6 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · source.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
+config.json · config.next.json · source.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
 sinks/ · profile/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
@@ -21,7 +21,7 @@ from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
-from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
+from ...distributed.checkpoint.format import CheckpointError, latest, read_meta, step_of
 from ...distributed.checkpoint.source import (
     SOURCE,
     SOURCE_FILES,
@@ -30,8 +30,9 @@ from ...distributed.checkpoint.source import (
     read_source,
 )
 from ...distributed.checkpoint.source import Source as Source
-from ...plugins import some_of
+from ...plugins import runs_near, some_of
 from ..config.run_config import Config, ConfigError
+from ..config.schedule import RunSchedule
 from ..config.validation import validated
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
@@ -108,8 +109,7 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     """Creates the run folder with its config.json and source.json, or opens an existing one.
 
     A folder without any completed step, because the start failed, accepts another configuration and another
-    source. One with steps keeps its own until the job begins (`begin_submission`), so that a start that ends
-    early changes nothing.
+    source. One with steps keeps its own until the job makes a step, so that one that ends earlier changes nothing.
 
     Args:
         config: the run's configuration.
@@ -122,9 +122,9 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     """
     _make_writable(run_dir)
     saved = run_dir / "config.json"
-    if saved.exists():
-        before = Config.load(saved)
-        if _has_trained(run_dir):
+    if saved.exists() or latest(run_dir / "checkpoints") is not None:
+        before = stored_config(run_dir)
+        if has_trained(run_dir):
             _check_same_source(source, run_dir)
             return check_same_run(before.model_dump(mode="json"), config, run_dir)
     elif any(run_dir.iterdir()):
@@ -138,6 +138,20 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
         write_atomically(run_dir / SOURCE, source.as_text())
         keep_small_files(source, run_dir)
     config.save(saved)
+
+
+def stored_config(run_dir: Path) -> Config:
+    """Returns a run's configuration; if config.json is lost, that of the newest checkpoint.
+
+    Raises:
+        ConfigError: there is no run, or its configuration cannot be read.
+    """
+    saved, newest = run_dir / "config.json", latest(run_dir / "checkpoints")
+    if saved.exists():
+        return Config.load(saved)
+    if newest is None:
+        raise ConfigError(f"{run_dir}: is not a run folder (no config.json){runs_near(run_dir)}")
+    return validated(Config, read_meta(newest).meta["config"], origin=f"{newest}/meta.json")
 
 
 def _check_same_source(asked: Source | None, run_dir: Path) -> None:
@@ -186,6 +200,19 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         SplitReader(data.directory, "validation", seq_len=data.seq_len).require_rows()
 
 
+def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule | None]:
+    """Returns the steps that a run or its trunk has made, and their schedule; None: it is new."""
+    newest, source = latest(run_dir / "checkpoints"), source or read_source(run_dir)
+    if newest is not None:
+        before = stored_config(run_dir)
+        return step_of(newest.name), before.optim.over(before.train.steps)
+    if source is None or source.kind != "branch":
+        return 0, None
+    meta = read_meta(Path(source.path))
+    trunk = validated(Config, meta.meta["config"], origin=source.given)
+    return meta.step, trunk.optim.over(trunk.train.steps)
+
+
 def end_is_asked(run_dir: Path) -> bool:
     """Returns whether the ranks must save and end at the next step boundary.
 
@@ -194,7 +221,7 @@ def end_is_asked(run_dir: Path) -> bool:
     return (run_dir / "stop").exists() or (run_dir / "pause").exists()
 
 
-def _has_trained(run_dir: Path) -> bool:
+def has_trained(run_dir: Path) -> bool:
     """Returns whether a step was made or saved here."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True

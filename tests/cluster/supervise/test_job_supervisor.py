@@ -1,6 +1,8 @@
 """Tests a job's life with fake nodes; test_local_jobs.py uses real processes."""
 
+import contextlib
 import errno
+import json
 import os
 import signal
 from pathlib import Path
@@ -21,7 +23,8 @@ from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.cluster.nodes.provider import Capacity, NodeLost, NodesUnavailable
 from moebius.cluster.stop import interrupts_stop_the_job, request_stop, stop_requested
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
-from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.cluster.supervise.job_supervisor import JobSupervisor, supervise
+from moebius.train.config.errors import EXIT_MISTAKE
 from tests.cluster.pretended import (
     OK,
     Act,
@@ -186,6 +189,81 @@ def test_a_result_of_an_earlier_generation_does_not_count(tmp_path):
     finishes(tmp_path)
     status, _ = live(tmp_path, ends(OK), max_restarts=0)
     assert status.state is State.FAILED
+
+
+FORMER, ASKED = '{"train": {"steps": 5}}', '{"train": {"steps": 9}}'
+
+
+def ends_at(step: int) -> Act:
+    return with_result(json.dumps({"state": "finished", "step": step}))
+
+
+def is_killed(run_dir: Path) -> None:
+    raise SystemExit
+
+
+MISTAKE = fails("ConfigError: no", exit_code=EXIT_MISTAKE)
+
+
+@pytest.mark.parametrize(
+    ("script", "is_changed"),
+    [
+        ([MISTAKE], False),
+        ([fails()] * 2, False),
+        ([is_killed], False),
+        ([fails(), is_killed], False),
+        ([makes_steps(6, then=is_killed), makes_steps(6, 9, then=ends_at(9))], True),
+        ([makes_steps(6, then=MISTAKE)], True),
+        ([fails(), makes_steps(6, 9, then=ends_at(9))], True),
+        ([ends_at(9)], True),  # no step was left
+    ],
+)
+def test_a_continued_run_is_as_it_was_until_the_first_step(tmp_path, script, is_changed):
+    live(tmp_path, makes_steps(5, then=finishes), configuration=FORMER)
+    names = ["config.json", "result.json"]
+    before = [(tmp_path / name).read_text() for name in names]
+    launch = Launch(
+        str(tmp_path),
+        configuration=ASKED,
+        config_file="config.next.json",
+        backoff_s=0.001,
+        max_restarts=1,
+    )
+    begin_submission(launch)
+    node = PretendedNode(tmp_path, script)
+    while len(node.assignments) < len(script):  # another supervisor follows one that is killed
+        with contextlib.suppress(SystemExit):
+            supervise(launch, node)
+    if is_changed:
+        assert (tmp_path / "config.json").read_text() == ASKED
+        assert not (tmp_path / "config.next.json").exists()
+        return
+    found = [(tmp_path / name).read_text() for name in names if (tmp_path / name).exists()]
+    assert found == before[: len(found)]
+    assert (tmp_path / "config.next.json").read_text() == ASKED, "ranks read it"
+    if (status := read_status(tmp_path)).state.is_final:
+        assert found == before
+        assert "config.json is as before, and config.next.json holds what was" in status.reason
+
+
+@pytest.mark.parametrize("name", ["config.json", "source.json"])
+def test_a_folder_in_the_place_of_a_file_that_ranks_read_is_waited_for(tmp_path, monkeypatch, name):
+    def breaks(run_dir: Path) -> AgentReport:
+        (run_dir / name).unlink()
+        (run_dir / name).mkdir()
+        return failed()
+
+    def log(self: JobSupervisor, state: State, reason: str, **details: Any) -> None:
+        if f"waiting until you remove the folder {tmp_path / name}" in reason:
+            (tmp_path / name).rmdir()
+        logs(self, state, reason, **details)
+
+    logs = JobSupervisor.log
+    monkeypatch.setattr(JobSupervisor, "log", log)
+    script = (breaks, makes_steps(5, then=finishes))
+    status, _ = live(tmp_path, *script, configuration=FORMER, source=FORMER)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
+    assert (tmp_path / name).read_text() == FORMER
 
 
 def test_a_generation_is_announced_before_it_starts(tmp_path):

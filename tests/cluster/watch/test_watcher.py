@@ -165,12 +165,12 @@ def test_who_is_not_slow_is_not_named(watch, own_s):
 
 
 def test_limits_are_those_of_the_runs_configuration(tmp_path):
-    assert read_limits(tmp_path) == PhaseLimits().model_dump()
+    assert read_limits(tmp_path / "config.json") == PhaseLimits().model_dump()
     saved = tmp_path / "config.json"
     saved.write_text('{"job": {"name": "of an older version"}}')
-    assert read_limits(tmp_path)["step_s"] is None
+    assert read_limits(tmp_path / "config.json")["step_s"] is None
     saved.write_text('{"job": {"limits": {"step_s": 7, "phase_s": null}}}')
-    assert read_limits(tmp_path) == PhaseLimits(step_s=7, phase_s=None).model_dump()
+    assert read_limits(tmp_path / "config.json") == PhaseLimits(step_s=7, phase_s=None).model_dump()
 
 
 class SlowNode(PretendedNode):

@@ -1,13 +1,22 @@
-"""The rates of every schedule, their lengths, and what is said about odd ones."""
+"""The rates of every schedule, their lengths, and what a run is told of them."""
 
 import math
+import sys
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moebius.plugins import PluginError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.config.schedule import learning_rate_at, schedule_notes
+from moebius.train.config.schedule import (
+    decay_is_over,
+    learning_rate_at,
+    rates_line,
+    shape_notes,
+)
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes.hub import HUB
 from moebius.train.recipes.published import PUBLISHED
@@ -48,7 +57,6 @@ def test_fractions_give_the_published_rates_bit_for_bit_and_follow_shorter_runs(
     short = rates(optim, 200)
     assert max(short) == pytest.approx(peak)
     assert short[-1] < 0.2 * peak
-    assert not schedule_notes(optim, 200)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,7 @@ def test_a_decay_within_the_warm_up_has_the_lower_rate() -> None:
     found = rates(optim, 10)
     warm = [(step + 1) / 10 for step in range(10)]
     assert found == [min(a, 1 - math.sqrt(b / 10)) for a, b in zip(warm, range(10), strict=True)]
-    assert "leave no step of train.steps=10 at the peak" in schedule_notes(optim, 10)[0]
+    assert rates_line(optim.over(10)) == "learning rate: 0.1 at step 1, 0.0513 at step 10"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +150,12 @@ def test_another_schedule_leaves_the_recipes_decay_behind(tmp_path: Path) -> Non
         assert optim.warmup_steps == 0.04
     kept = resolve(str(file), ["optim.schedule=wsd", "optim.decay_steps=9"], RECIPES).optim
     assert (kept.decay_steps, kept.final_fraction) == (9, 0.0)
+    own, saved = ["optim.schedule=wsd", "optim.final_fraction=0.3"], tmp_path / "config.json"
+    resolve("smoke", own, RECIPES).save(saved)  # as a branch's trunk has it
+    stored = {"trunk": lambda: Config.load(saved)}
+    for schedule in ("linear", "cosine", "constant", "mine:f"):
+        branch = resolve("trunk", [f"optim.schedule={schedule}"], stored).optim
+        assert (branch.final_fraction, branch.decay_steps) == (0.3, "auto")
     same = resolve("moeut_244m", ["optim.schedule=cosine"], RECIPES).optim
     assert (same.decay_steps, same.final_fraction) == (1.0, 0.1)
 
@@ -152,92 +166,107 @@ def test_no_recipe_has_an_odd_schedule() -> None:
         config = build()
         last = rates(config.optim, config.train.steps)[-1] / config.optim.learning_rate
         assert last == pytest.approx(config.optim.final_fraction, rel=0.04), name
-        assert not schedule_notes(config.optim, config.train.steps), name
+        assert not shape_notes(config.optim), name
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps", "words"),
+    ("settings", "steps", "told"),
     [
+        ({}, 200, "5e-05 at step 1, 0.001 after the warm-up (20 steps), 0.0001 at step 200"),
+        ({"decay_steps": 160}, 300, "0.001 after the warm-up (20 steps), 0.0001 at step 300"),
+        ({"decay_steps": 160}, 50, "0.001 after the warm-up (20 steps), 0.000929 at step 50"),
+        ({}, 10, "5e-05 at step 1, 0.0005 at step 10"),
+        ({"schedule": "wsd", "warmup_steps": 2}, 12, "warm-up (2 steps), 0.001 at step 12"),
+        ({"warmup_steps": 0.5, "decay_steps": 0.9}, 200, "(100 steps), 0.00048 at step 200"),
+        ({"schedule": "linear", "warmup_steps": 0}, 10, "0.001 at step 1, 0.0001 at step 10"),
+        ({"schedule": "linear", "decay_steps": 8}, 30, "(20 steps), 0 at step 30"),
+        ({"schedule": "constant", "warmup_steps": 0}, 1, "0.001 at step 1"),
+        ({"schedule": "statistics:geometric_mean"}, 1, None),
         (
-            {"decay_steps": 160},
-            300,
-            "optim.decay_steps=160 ends the cosine at step 180, and train.steps=300: the last step's "
-            "rate is 0.0001; optim.decay_steps=auto ends it with the run",
+            {"schedule": "parts_of_a_test:falling"},
+            2000,
+            "0.001 at step 1, 0.0005 after the warm-up (20",
         ),
-        ({"decay_steps": 160}, 50, "the last step's rate is 0.000929;"),
-        ({"schedule": "linear", "decay_steps": 160}, 300, "ends the linear at step 180"),
-        ({}, 10, "optim.warmup_steps=20 is more than train.steps=10: the last step's rate is 0.0005"),
-        ({"schedule": "wsd"}, 10, "optim.warmup_steps=20 is more than train.steps=10"),
-        ({"schedule": "wsd", "decay_steps": 90}, 100, "leave no step of train.steps=100 at the peak"),
-        ({"schedule": "constant", "decay_steps": 9}, 100, "decay_steps=9: optim.schedule=constant does"),
-        ({"schedule": "constant", "final_fraction": 0.5}, 100, "optim.final_fraction=0.5: "),
-        (
-            {"schedule": "constant", "decay_steps": 9, "decay_shape": "linear"},
-            100,
-            "optim.decay_shape=linear and optim.decay_steps=9: ",
-        ),
-        ({"schedule": "linear", "decay_steps": 0.1}, 200, "ends the linear at step 40"),
-        ({"schedule": "wsd", "warmup_steps": 2}, 12, "auto is one step of train.steps=12, which"),
-        ({"decay_steps": 0.9}, 200, ""),
-        ({"decay_steps": 1.0}, 300, ""),
-        ({"decay_shape": "linear"}, 100, "optim.decay_shape=linear: optim.schedule=cosine does not"),
-        ({"decay_steps": 160}, 180, ""),
-        ({"decay_steps": 0.5}, 300, "optim.decay_steps=0.5 ends the cosine at step 170"),
-        ({"schedule": "wsd", "decay_steps": 81}, 100, ""),
-        ({"schedule": "constant"}, 100, ""),
-        ({"schedule": "mine:f", "decay_steps": 7}, 9, ""),
     ],
-)  # fmt: skip
-def test_what_is_odd_is_told_in_one_line(
-    settings: dict[str, object], steps: int, words: str
+)
+def test_a_run_is_told_its_first_its_highest_and_its_last_rate(
+    settings: dict[str, object], steps: int, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    own = SimpleNamespace(falling=lambda step, run: 1e-3 / (1 + step / run.warmup_steps))
+    monkeypatch.setitem(sys.modules, "parts_of_a_test", own)
     optim = OptimConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 20} | settings)
-    notes = schedule_notes(optim, steps)
-    assert len(notes) == bool(words)
-    assert all(words in note for note in notes)
+    if told is None:
+        with pytest.raises(PluginError, match=r"optim\.schedule"):
+            rates_line(optim.over(steps))
+    else:
+        assert told in rates_line(optim.over(steps))
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps", "words"),
+    ("settings", "steps", "told"),
     [
         (
             {},
             300,
-            "train.steps=160 became 300: step 101 has the rate 0.000831 instead of 0.00045; "
-            "optim.warmup_steps=20 optim.decay_steps=140 keeps the former rates",
+            "learning rate: 0.000831 at step 101, 0.0001 at step 300; before: 0.00045 at step 101, "
+            "0.0001 at step 160",
         ),
-        ({"warmup_steps": 0.125}, 320, "; optim.warmup_steps=20 optim.decay_steps=140 keeps"),
-        ({"schedule": "wsd"}, 300, "the decay begins after step 270 instead of 144"),
         (
-            {"schedule": "wsd", "decay_steps": 80},
-            300,
-            "the decay begins after step 220 instead of 80; step 101 has the rate 0.001 instead of "
-            "0.0005; it rises again",
+            {"schedule": "wsd"},
+            105,
+            "learning rate: 0.000293 at step 101, 5.13e-05 at step 105; before: 0.001 at step 101, ",
         ),
-        ({"schedule": "wsd"}, 105, "after step 95 instead of 144; step 101 has the rate 0.000293"),
-        ({"schedule": "constant"}, 300, ""),
-        ({"decay_steps": 140}, 300, ""),
-        ({}, 160, ""),
+        ({"schedule": "constant"}, 300, "0.001 at step 101, 0.001 at step 300; before: 0.001 at"),
+        ({"decay_steps": 70}, 300, "0.0001 at step 101, 0.0001 at step 300; before: 0.0001 at"),
+        ({"warmup_steps": 120}, 160, "0.000842 at step 101, 0.001 after the warm-up (120 steps)"),
+        ({}, 160, "learning rate: 0.00045 at step 101, 0.0001 at step 160"),
     ],
 )
-def test_a_continued_run_of_another_length_is_told_what_becomes_of_its_rates(
-    settings: dict[str, object], steps: int, words: str
+def test_a_continued_run_is_told_its_old_rates_beside_the_new(
+    settings: dict[str, object], steps: int, told: str
 ) -> None:
     optim = OptimConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 20} | settings)
-    notes = schedule_notes(optim, steps, before=optim.over(160), done=100)
-    assert len(notes) == bool(words)
-    assert all(words in note for note in notes)
+    line = rates_line(optim.over(steps), before=optim.over(160), done=100)
+    assert told in line
+    assert ("before" in line) == (steps != 160)
 
 
-def test_rates_that_change_later_are_told_and_only_by_keys_that_are_read() -> None:
-    optim = OptimConfig(learning_rate=1e-3, warmup_steps=10)
-    [note] = schedule_notes(optim, 40, before=optim.over(20), done=3)
-    assert "step 20 has the rate" in note
-    [note] = schedule_notes(optim, 40, before=optim.over(20), done=20)  # a finished run
-    assert "step 21 has the rate 0.000775 instead of 0.0001" in note
-    constant = OptimConfig(learning_rate=1e-3, warmup_steps=0.1, schedule="constant")
-    [note] = schedule_notes(constant, 1000, before=constant.over(100), done=5)
-    assert note.endswith("; optim.warmup_steps=10 keeps the former rates")
+def test_the_old_rates_import_nothing_that_the_run_itself_does_not() -> None:
+    optim = OptimConfig(learning_rate=1e-3)
+    other = OptimConfig(learning_rate=1e-3, schedule="not_a_module:f")
+    assert "before" not in rates_line(optim.over(20), before=other.over(10), done=10)
+
+
+def test_a_decay_that_is_over_is_known_and_the_advice_gives_rates_above_the_floor() -> None:
+    """Every continuation of built-in schedules: what is not told has no step at the floor."""
+    lengths: list[int | float] = [1, 5, 8, 0.3, 0.9]
+    found = 0
+    for schedule in ("cosine", "linear", "wsd", "constant"):
+        for warmup, decay, final in product((0, 3, 0.5), ["auto", *lengths], (0.0, 0.1, 1.0)):
+            values = {"schedule": schedule, "warmup_steps": warmup, "final_fraction": final}
+            optim = OptimConfig.model_validate(values | {"decay_steps": decay})
+            advised = OptimConfig.model_validate(values | {"decay_steps": "auto"})
+            floor = optim.learning_rate * final
+            for done, steps in ((10, 20), (10, 11), (6, 20)):
+                later = [learning_rate_at(optim.over(steps), step) for step in range(done, steps)]
+                is_over = decay_is_over(optim.over(steps), done)
+                found += is_over
+                assert is_over or max(later) > floor or final == 1
+                assert not is_over or max(later) == floor
+                assert learning_rate_at(advised.over(steps), done) > floor or final == 1
+    assert found > 50
+    assert not decay_is_over(OptimConfig().over(10), 10)  # no step is left
+
+
+def test_a_form_of_the_decay_that_no_schedule_reads_is_told() -> None:
+    for schedule in ("cosine", "linear", "constant"):
+        [note] = shape_notes(OptimConfig(schedule=schedule, decay_shape="linear"))
+        assert (
+            note
+            == f"optim.decay_shape=linear: optim.schedule={schedule} does not read it; wsd does"
+        )
+    for values in ({"schedule": "wsd", "decay_shape": "linear"}, {"schedule": "mine:f"}, {}):
+        assert shape_notes(OptimConfig.model_validate(values)) == []
 
 
 def test_a_files_own_decay_survives_another_schedule_and_muons_settings_go_with_muon(
@@ -251,15 +280,6 @@ def test_a_files_own_decay_survives_another_schedule_and_muons_settings_go_with_
     assert resolve("smoke", ["optim.schedule=wsd"], RECIPES).optim.final_fraction == 0
     with pytest.raises(ValueError, match=r"optim.muon=.* with optim.kind='adamw'"):
         resolve(str(file), ["optim.kind=adamw", "optim.muon.momentum=0.8"], RECIPES)
-
-
-def test_a_continued_run_with_another_decay_is_told_its_rate() -> None:
-    optim = OptimConfig(learning_rate=1e-3, warmup_steps=20)
-    shorter = OptimConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=100)
-    assert schedule_notes(shorter, 160, before=optim.over(160), done=100) == [
-        "the schedule's lengths have changed: step 101 has the rate 0.000186 instead of 0.00045; "
-        "optim.warmup_steps=20 optim.decay_steps=140 keeps the former rates"
-    ]
 
 
 # train.tokens, train.epochs ---------------------------------------------------------------------
