@@ -7,6 +7,11 @@ on PYTHONPATH there.
 
 A function's settings follow as in a URL: `module:function?length=32&letters=4`.
 
+A file that somebody else may have written (a run folder, a checkpoint, prepared data) names no code of
+its own. Whoever reads its names calls `distrust`. `import_own` then accepts such a name only if the user
+has typed it (`trust`, PARTS), or if it leads to a module of the user's: one that is not installed, and
+lies neither in that file's folder nor in a package around it.
+
 This module is below all packages and imports none of them.
 """
 
@@ -17,10 +22,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from importlib.machinery import ModuleSpec
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -32,7 +39,12 @@ PYTHON = "python:"
 """Prefix of an input's or tokenizer's name that a function provides."""
 FOLDER = "MOEBIUS_FOLDER"
 """Environment variable with the folder that a job was started from, in its processes."""
+PARTS = "MOEBIUS_PARTS"
+"""Environment variable with names, `module:name`, that a file of somebody else may use, too."""
 
+_INSTALLED = {"site-packages", "dist-packages"}
+_trusted: set[str] = set()
+_foreign: dict[str, set[Path]] = {}  # the folders whose files have a name
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
 _MOST = 10  # words in a message
@@ -76,11 +88,11 @@ def some_of(words: Iterable[Any], near: str = "", *, between: str = ", ", most: 
 
 def runs_near(path: Path) -> str:
     """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
-    if _is_run(path):
+    if is_run(path):
         return ""
     folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
-    runs = {run.name: run for run in found if _is_run(run)}
+    runs = {run.name: run for run in found if is_run(run)}
     if not runs:
         return "; there is no run here: `moebius train smoke` makes the first one"
     close = difflib.get_close_matches(path.name, runs, n=1)
@@ -89,7 +101,8 @@ def runs_near(path: Path) -> str:
     return f"; runs here: {some_of(runs.values(), str(path))}"
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is a run's: something was done or saved in it."""
     return os.path.isfile(folder / "journal.jsonl") or os.path.isdir(folder / "checkpoints")
 
 
@@ -205,16 +218,124 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
         PluginError: there is no such object, or it is something else.
     """
     module_name, _, attributes = path.partition(":")
+    if (folder := folder_of_job()) not in sys.path:
+        sys.path.append(folder)  # last, so that no file there shadows a library
+    refuse_foreign(path, where)
     found = _import_module(module_name, where)
     for name in attributes.split("."):
         if not hasattr(found, name):
             raise PluginError(f"{where}: {module_name} has no {attributes!r}: check the name")
         found = getattr(found, name)
+    if inspect.isroutine(found) or isinstance(
+        found, type
+    ):  # as `os.system` of a module of one's own
+        refuse_foreign(path, where, module=getattr(found, "__module__", None) or "builtins")
     if not fits(found):
         raise PluginError(
             f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
         )
     return found
+
+
+def names_in(values: Any) -> Iterator[str]:
+    """Yields all that plain values, keys too, hold of the form `module:name`, without settings."""
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            stack += value
+        elif isinstance(value, str):
+            words = (word.split(":") for word in re.findall(r"[\w.]+(?::[\w.]+)+", value))
+            yield from filter(is_own, (":".join(two) for word in words for two in pairwise(word)))
+
+
+def trust(values: Any) -> None:
+    """Accepts the names in values that the user has typed, whatever file has them, too."""
+    _trusted.update(names_in(values))
+
+
+def distrust(values: Any, folder: Path) -> None:
+    """Notes the names in a file that others may have written, and the folder that it is of."""
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
+    for name in names_in(values):
+        _foreign.setdefault(name, set()).add(folder.resolve())
+
+
+def refuse_foreign(path: str, where: str, *, module: str = "", installed: bool = False) -> None:
+    """Refuses `module:name` of somebody else's file unless it leads to a module of the user's.
+
+    Args:
+        path: the name.
+        where: the key that has it, for messages.
+        module: where its object was made, if not in the module that it names.
+        installed: accepts installed modules, too, for a name that is not imported now.
+
+    Raises:
+        PluginError: says what to type if the name is meant.
+    """
+    folders = _foreign.get(path)
+    if not folders or path in _trusted or path in names_in(os.environ.get(PARTS, "")):
+        return
+    module = module or path.partition(":")[0]
+    if problem := _problem_of(module, folders, installed=installed):
+        raise PluginError(
+            f"{where}: {path} stands in a file of {some_of(sorted(folders))}, and the module {module} "
+            f"{problem}: a file names no code. If you trust it, name it yourself: type its key=value "
+            f"again, or {PARTS}={path} before the command"
+        )
+
+
+def _problem_of(module: str, folders: Collection[Path], *, installed: bool) -> str:
+    """Says why files of some folders cannot name a module, without running any of it; "" if they can."""
+    search: list[str] | None = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        if (spec := _spec(name, search)) is None:
+            return ""  # the import says so
+        if (
+            spec.origin is None
+        ):  # a folder without __init__.py; its parts are known only once imported
+            there = sys.path if search is None else search
+            search = [os.path.join(each, name.rpartition(".")[2]) for each in there]
+            search = places = [each for each in search if os.path.isdir(each)]
+        else:
+            search, places = spec.submodule_search_locations, [spec.origin]
+        around = {each for place in places for each in _around(place)}
+        packages = [Path(each).resolve() for each in search or ()]
+        if any(f in around or any(map(f.is_relative_to, packages)) for f in folders):
+            return "lies in that folder or around it"
+        if not installed and _is_installed(spec, around):
+            return "is an installed one"
+        if search is None:
+            return ""
+    return ""
+
+
+def _spec(name: str, search: list[str] | None) -> ModuleSpec | None:
+    """Returns where Python would find a module, in its package's folders; imports nothing."""
+    if name in sys.modules:
+        known = getattr(sys.modules[name], "__spec__", None)
+        return known or ModuleSpec(name, None, origin="running")
+    found = (finder.find_spec(name, search) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)
+
+
+def _around(place: str) -> set[Path]:
+    """Returns a path and the folders around it, by the names of its links and by what they lead to."""
+    path = Path(os.path.abspath(place))
+    real = path.resolve()
+    return {real, *real.parents, *(folder.resolve() for folder in path.parents)}
+
+
+def _is_installed(spec: ModuleSpec, around: Collection[Path]) -> bool:
+    if spec.origin is None:
+        return False
+    libraries = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
+    names = {folder.name for folder in around}
+    is_ours = spec.name.partition(".")[0] == __name__.partition(".")[0]
+    return is_ours or not spec.has_location or bool(names & _INSTALLED or libraries & around)
 
 
 def check_call(
@@ -252,14 +373,11 @@ def folder_of_job() -> str:
 
 
 def _import_module(name: str, where: str) -> Any:
-    folder = folder_of_job()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no file there shadows a library
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         advice = (
-            f"start from the folder that holds it (this is {folder}), put that folder on PYTHONPATH, "
+            f"start from the folder that holds it (this is {folder_of_job()}), put that folder on PYTHONPATH, "
             "or install the module; on every node"
             if error.name and f"{name}.".startswith(f"{error.name}.")
             else f"{name} imports it: install it"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from ...plugins import some_of
+from ...plugins import distrust, some_of
 from .format import (
     CheckpointError,
     Chunk,
@@ -90,7 +90,9 @@ def read_source(run_dir: Path) -> Source | None:
     """
     path = run_dir / SOURCE
     try:
-        return Source.model_validate_json(path.read_bytes())
+        source = Source.model_validate_json(path.read_bytes())
+        distrust(source.family, run_dir)
+        return source
     except FileNotFoundError:
         return None
     except ValidationError as error:
