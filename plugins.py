@@ -218,8 +218,6 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
         PluginError: there is no such object, or it is something else.
     """
     module_name, _, attributes = path.partition(":")
-    if (folder := folder_of_job()) not in sys.path:
-        sys.path.append(folder)  # last, so that no file there shadows a library
     refuse_foreign(path, where)
     found = _import_module(module_name, where)
     for name in attributes.split("."):
@@ -290,6 +288,7 @@ def refuse_foreign(path: str, where: str, *, module: str = "", installed: bool =
 
 def _problem_of(module: str, folders: Collection[Path], *, installed: bool) -> str:
     """Says why files of some folders cannot name a module, without running any of it; "" if they can."""
+    _see_folder_of_job()
     search: list[str] | None = None
     for name in accumulate(module.split("."), "{}.{}".format):
         if (spec := _spec(name, search)) is None:
@@ -329,7 +328,7 @@ def _around(place: str) -> set[Path]:
     return {real, *real.parents, *(folder.resolve() for folder in path.parents)}
 
 
-def _is_installed(spec: ModuleSpec, around: Collection[Path]) -> bool:
+def _is_installed(spec: ModuleSpec, around: set[Path]) -> bool:
     if spec.origin is None:
         return False
     libraries = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
@@ -372,7 +371,13 @@ def folder_of_job() -> str:
     return os.environ.get(FOLDER) or os.getcwd()
 
 
+def _see_folder_of_job() -> None:
+    if (folder := folder_of_job()) not in sys.path:
+        sys.path.append(folder)  # last, so that no file there shadows a library
+
+
 def _import_module(name: str, where: str) -> Any:
+    _see_folder_of_job()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -33,7 +33,7 @@ from ..train.config.run_config import Config
 from ..train.config.schedule import schedule_notes
 from ..train.optim import rate_notes
 from ..train.record.run_folder import Source, check_data, count_epochs, open_run, read_source
-from ..train.record.untrusted import read_text
+from ..train.record.untrusted import escaped, read_text
 from .job import (
     CONFIG,
     JOURNAL,
@@ -104,7 +104,7 @@ def opened_folder(
     User-defined parts that cannot be imported are refused here, before any rank starts. A folder that
     is new is removed at the end if no job began in it.
     """
-    refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
+    refuse_if_running(run_dir, tell=lambda words: console.print(Text(escaped(words))))
     config.import_parts()
     trust(_names_of_ranks(config))
     for name in names_in(
@@ -152,7 +152,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     elif source is not None:
         words = source.words()
     if is_known or step is not None or source is not None:
-        console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
+        console.print(Text(escaped(f"{run_dir}: {words}")), soft_wrap=True)
     return launch
 
 
@@ -216,7 +216,7 @@ def _cluster_gpus(config: Config) -> int:
 def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
     job = config.job
     return {
-        "environment": {FOLDER: folder_of_job()} | environment | {PARTS: _names_of_ranks(config)},
+        "environment": {FOLDER: folder_of_job(), **environment, PARTS: _names_of_ranks(config)},
         "run_dir": str(run_dir),
         "name": job.name,
         "max_restarts": job.max_restarts,
