@@ -318,7 +318,10 @@ def _spec(name: str, search: list[str] | None) -> ModuleSpec | None:
         known = getattr(sys.modules[name], "__spec__", None)
         return known or ModuleSpec(name, None, origin="running")
     found = (finder.find_spec(name, search) for finder in sys.meta_path)
-    return next((spec for spec in found if spec is not None), None)
+    try:
+        return next(filter(None, found), None)
+    except KeyError:  # a folder without __init__.py, in a package that is not imported
+        return ModuleSpec(name, None)
 
 
 def _around(place: str) -> set[Path]:
