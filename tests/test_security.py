@@ -208,7 +208,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name in (plugins.FOLDER, plugins.PARTS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plugins, "_foreign", {})
+    monkeypatch.setattr(plugins, "_foreign", set())
     monkeypatch.setattr(plugins, "_trusted", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(
@@ -367,35 +367,19 @@ def test_a_stranger_s_name_leads_to_a_module_of_the_user_s_or_nowhere(
 ) -> None:
     """However Python would find it; the same name typed by the user is imported."""
     name = made(place)
-    is_stdlib = name.startswith(
-        ("this", "__main__")
-    )  # which would print, or not exist as a function
-    plugins.distrust({"some": [{"key": f"python:{name}?x=1"}]}, place / "runs" / "foreign")
     before = set(sys.modules)
+
+    def read_and_import() -> Any:
+        plugins.distrust({"some": [{"key": f"python:{name}?x=1"}]}, place / "runs" / "foreign")
+        return plugins.import_own(name, where="key", wants="a function")
+
     with pytest.raises(plugins.PluginError, match=rf"type its key=value again, or .*={name}"):
-        plugins.import_own(name, where="key", wants="a function")
+        read_and_import()
     assert not (place / "PWNED").exists()
     assert "this" not in set(sys.modules) - before
-    if not is_stdlib:
+    if not name.startswith(("this", "__main__")):  # which prints; which has no such function
         plugins.trust([f"some.key=['{name}']"])
-        assert plugins.import_own(name, where="key", wants="a function")
-
-
-def test_a_name_of_prepared_data_is_not_carried_into_a_run_of_one_s_own(place: Path) -> None:
-    """There it would lie outside the folder that names it."""
-    config = Config.load(
-        written(
-            place / "runs" / "foreign",
-            prepare__input=[f"python:{NAME}:text"],
-            data__directory=str(prepare_bytes(place)),
-        )
-    )
-    with (
-        pytest.raises(plugins.PluginError, match="lies in that folder"),
-        opened_folder(config, place / "runs" / "new", Console(file=io.StringIO())),
-    ):
-        raise AssertionError
-    assert not (place / "runs" / "new").exists()
+        assert read_and_import()
 
 
 def test_a_run_of_one_s_own_goes_on_with_its_own_parts(
