@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_overrides
-from ..console import terminal
+from ..console import print_plain, terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,7 +69,7 @@ def _config(options: argparse.Namespace) -> int:
         if options.diff:
             terminal().print(_differences(config))
         else:
-            print(commented(config), end="")
+            print_plain(commented(config).removesuffix("\n"))
         return 0
     if options.overrides or options.diff or options.unlooped:
         raise ValueError(

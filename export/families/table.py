@@ -13,7 +13,7 @@ from ...distributed.checkpoint.pieces import Piece, PublishedFolder
 from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import Transformer
-from ...plugins import PluginError, Registry, nearest, some_of, trust
+from ...plugins import PluginError, Registry, distrust, nearest, some_of, trust
 from ...train.config.run_config import ConfigError
 from .deepseek import V2, V3
 from .ernie import ERNIE
@@ -90,6 +90,7 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
     folder = PublishedFolder(path)
     name = family or str(folder.config.get("model_type"))
     found = _family_named(name, is_given=family is not None)
+    distrust(folder.config, folder.path)
     try:
         model, notes = found.read(folder.config)
         if model.num_layers > len(folder.keys):
