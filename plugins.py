@@ -7,6 +7,11 @@ on PYTHONPATH there.
 
 A function's settings follow as in a URL: `module:function?length=32&letters=4`.
 
+A file that somebody else may have written (of a run, a checkpoint, prepared data) names no code. Its
+reader calls `distrust`: a name in it must then lead to a module of the user's, one that is not
+installed and lies neither in that file's folder nor in a package around it, or the user must have typed
+it, too (`trust`, PARTS).
+
 This module is below all packages and imports none of them.
 """
 
@@ -17,10 +22,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from importlib.machinery import ModuleSpec
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -32,7 +39,12 @@ PYTHON = "python:"
 """Prefix of an input's or tokenizer's name that a function provides."""
 FOLDER = "MOEBIUS_FOLDER"
 """Environment variable with the folder that a job was started from, in its processes."""
+PARTS = "MOEBIUS_PARTS"
+"""Environment variable with names, `module:name`, that a file of somebody else may use, too."""
 
+_INSTALLED = {"site-packages", "dist-packages"}
+_trusted: set[str] = set()
+_foreign: set[str] = set()
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
 _MOST = 10  # words in a message
@@ -76,11 +88,11 @@ def some_of(words: Iterable[Any], near: str = "", *, between: str = ", ", most: 
 
 def runs_near(path: Path) -> str:
     """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
-    if _is_run(path):
+    if is_run(path):
         return ""
     folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
-    runs = {run.name: run for run in found if _is_run(run)}
+    runs = {run.name: run for run in found if is_run(run)}
     if not runs:
         return "; there is no run here: `moebius train smoke` makes the first one"
     close = difflib.get_close_matches(path.name, runs, n=1)
@@ -89,7 +101,8 @@ def runs_near(path: Path) -> str:
     return f"; runs here: {some_of(runs.values(), str(path))}"
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is a run's: something was done or saved in it."""
     return os.path.isfile(folder / "journal.jsonl") or os.path.isdir(folder / "checkpoints")
 
 
@@ -205,16 +218,118 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
         PluginError: there is no such object, or it is something else.
     """
     module_name, _, attributes = path.partition(":")
+    _refuse_installed(path, module_name, where)
     found = _import_module(module_name, where)
     for name in attributes.split("."):
         if not hasattr(found, name):
             raise PluginError(f"{where}: {module_name} has no {attributes!r}: check the name")
         found = getattr(found, name)
+    if inspect.isroutine(found) or isinstance(
+        found, type
+    ):  # as `os.system` of a module of one's own
+        _refuse_installed(path, getattr(found, "__module__", None) or "builtins", where)
     if not fits(found):
         raise PluginError(
             f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
         )
     return found
+
+
+def names_in(values: Any) -> Iterator[str]:
+    """Yields all that plain values, keys too, hold of the form `module:name`, without settings."""
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            stack += value
+        elif isinstance(value, str):
+            words = (word.split(":") for word in re.findall(r"[\w.]+(?::[\w.]+)+", value))
+            yield from filter(is_own, (":".join(two) for word in words for two in pairwise(word)))
+
+
+def trust(values: Any) -> None:
+    """Accepts the names in values that the user has typed, whatever file has them, too."""
+    _trusted.update(names_in(values))
+
+
+def distrust(values: Any, folder: Path) -> None:
+    """Marks the names in a file that others may have written, in this folder; imports nothing.
+
+    Raises:
+        PluginError: a name leads to a module in or around the folder.
+    """
+    is_checkpoint = folder.parent.name == "checkpoints"
+    folder = (folder.parent.parent if is_checkpoint else folder).resolve()
+    for path in set(names_in(values)) - _typed():
+        _foreign.add(path)
+        for _, around, packages in _found(path.partition(":")[0]):
+            if folder in around or any(map(folder.is_relative_to, packages)):
+                raise _refusal(str(folder), path, "leads to a module in or around that folder")
+
+
+def _typed() -> set[str]:
+    return _trusted.union(names_in(os.environ.get(PARTS, "")))
+
+
+def _refusal(where: str, path: str, problem: str) -> PluginError:
+    return PluginError(
+        f"{where}: {path} comes from a file and {problem}, so it is not run. If you trust it, name it "
+        f"yourself: type its key=value again, or {PARTS}={path} before the command"
+    )
+
+
+def _refuse_installed(path: str, module: str, where: str) -> None:
+    """Refuses a name that only a file has, and that leads to an installed module."""
+    if path not in _foreign - _typed():
+        return
+    libraries = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
+    for spec, around, _ in _found(module):
+        is_ours = spec.name.partition(".")[0] == __name__.partition(".")[0]
+        is_built_in = spec.origin is not None and not spec.has_location
+        folders = {folder.name for folder in around}
+        if is_ours or is_built_in or folders & _INSTALLED or around & libraries:
+            raise _refusal(where, path, f"leads to the installed module {module}")
+
+
+def _found(module: str) -> Iterator[tuple[ModuleSpec, set[Path], list[Path]]]:
+    """Yields where Python finds a module and its parents, and the folders around each; runs nothing.
+
+    The last ones are the folders of a package.
+    """
+    _see_folder_of_job()
+    search: list[str] | None = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        if (spec := _spec(name, search)) is None:
+            return  # the import says so
+        if spec.origin is None:  # a folder without __init__.py
+            entries = sys.path if search is None else search
+            search = [os.path.join(each, name.rpartition(".")[2]) for each in entries]
+            search = places = [each for each in search if os.path.isdir(each)]
+        else:
+            search, places = spec.submodule_search_locations, [spec.origin]
+        packages = [Path(each).resolve() for each in search or ()]
+        yield spec, {each for place in places for each in _around(place)}, packages
+        if search is None:
+            return
+
+
+def _spec(name: str, search: list[str] | None) -> ModuleSpec | None:
+    if name in sys.modules:
+        known = getattr(sys.modules[name], "__spec__", None)
+        return known or ModuleSpec(name, None, origin="running")
+    found = (finder.find_spec(name, search) for finder in sys.meta_path)
+    try:
+        return next(filter(None, found), None)
+    except KeyError:  # a folder without __init__.py, in a package that is not imported
+        return ModuleSpec(name, None)
+
+
+def _around(place: str) -> set[Path]:
+    """Returns a path and the folders around it, by the names of its links and by what they lead to."""
+    path = Path(os.path.abspath(place))
+    return {path.resolve(), *path.resolve().parents, *(each.resolve() for each in path.parents)}
 
 
 def check_call(
@@ -251,15 +366,18 @@ def folder_of_job() -> str:
     return os.environ.get(FOLDER) or os.getcwd()
 
 
-def _import_module(name: str, where: str) -> Any:
-    folder = folder_of_job()
-    if folder not in sys.path:
+def _see_folder_of_job() -> None:
+    if (folder := folder_of_job()) not in sys.path:
         sys.path.append(folder)  # last, so that no file there shadows a library
+
+
+def _import_module(name: str, where: str) -> Any:
+    _see_folder_of_job()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         advice = (
-            f"start from the folder that holds it (this is {folder}), put that folder on PYTHONPATH, "
+            f"start from the folder that holds it (this is {folder_of_job()}), put that folder on PYTHONPATH, "
             "or install the module; on every node"
             if error.name and f"{name}.".startswith(f"{error.name}.")
             else f"{name} imports it: install it"

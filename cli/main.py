@@ -13,10 +13,12 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..plugins import nearest
 from ..train.record.process_log import print_in_any_encoding
+from ..train.record.untrusted import escaped
 from .console import print_message
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
@@ -202,10 +204,15 @@ def _hint_for(rest: Sequence[str]) -> str:
     return hint + keys
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(escaped(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands with their options."""
     others = ", ".join(f"{name} ({package})" for name, package in ELSEWHERE.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moebius",
         description="Expert-parallel pretraining of Mixture-of-Experts Universal Transformers.",
         epilog=f"Commands of other packages: {others}. `moebius models` lists the recipes.",

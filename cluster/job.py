@@ -398,7 +398,7 @@ def begin_submission(launch: Launch, **details: Any) -> None:
     run_dir = Path(launch.run_dir)
     refuse_if_running(run_dir)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in (STOP, PAUSE, SCALE, NEXT_CONFIG):
             (run_dir / left).unlink(missing_ok=True)
         if launch.configuration:

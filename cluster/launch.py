@@ -27,7 +27,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..data_pipeline.files import write_atomically
-from ..plugins import FOLDER, folder_of_job
+from ..plugins import FOLDER, PARTS, folder_of_job, names_in, trust
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.config.schedule import decay_is_over, learning_rate_at, rates_line, shape_notes
@@ -41,7 +41,7 @@ from ..train.record.run_folder import (
     read_source,
     steps_before,
 )
-from ..train.record.untrusted import read_text
+from ..train.record.untrusted import escaped, read_text
 from .job import (
     CONFIG,
     JOURNAL,
@@ -114,8 +114,9 @@ def opened_folder(
     User-defined parts that cannot be imported are refused here, before any rank starts. A folder that
     is new is removed at the end if no job began in it.
     """
-    refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
+    refuse_if_running(run_dir, tell=lambda words: console.print(Text(escaped(words))))
     config.import_parts()
+    trust(config.model_dump(mode="json", exclude={"prepare"}))  # its functions may still be refused
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
@@ -159,7 +160,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     elif source is not None:
         words = source.words()
     if is_known or step is not None or source is not None:
-        console.print(Text(f"{run_dir}: {words}"), soft_wrap=True)
+        console.print(Text(escaped(f"{run_dir}: {words}")), soft_wrap=True)
     return launch
 
 
@@ -248,9 +249,9 @@ def _cluster_gpus(config: Config) -> int:
 
 
 def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
-    job = config.job
+    job, names = config.job, names_in(config.model_dump(mode="json"))  # accepted by this command
     return {
-        "environment": {FOLDER: folder_of_job(), **environment},
+        "environment": {FOLDER: folder_of_job(), **environment, PARTS: " ".join(names)},
         "run_dir": str(run_dir),
         "name": job.name,
         "max_restarts": job.max_restarts,

@@ -38,7 +38,7 @@ from .job import (
 )
 from .launch import begin_run, make_launch, opened_folder, rates_of, simulated_gpus
 from .liveness import HEARTBEAT
-from .places.ray_session import require_ray
+from .places.ray_session import refuse_unnamed, require_ray
 from .places.simulated import simulated_cluster
 from .places.standing import cluster_at
 from .ray_tasks import RayPool
@@ -134,6 +134,8 @@ def resume(
     if address is None and where == THIS_MACHINE and not detach:
         return local.train_here(config, run_dir, source=source, console=console)
     before = None if where in ("", SIMULATED, THIS_MACHINE) else where
+    if before and not address:
+        refuse_unnamed(before)
     return submit(
         config,
         run_dir,

@@ -233,6 +233,7 @@ def _write_run(
         stored_dtype(config.train.precision).itemsize,
     )
     with atomic_directory(out, needed_bytes=count * size) as new:
+        new.chmod(0o700)  # as every run folder
         config.save(new / "config.json")
         if source is not None:
             (new / SOURCE).write_text(source.as_text(), encoding="utf-8")

@@ -25,7 +25,7 @@ from ..distributed.checkpoint.format import find_checkpoint, open_checkpoint
 from ..distributed.checkpoint.pieces import pieces_to_json
 from ..distributed.checkpoint.source import Source, refuse_gaps
 from ..model.config.model_config import ModelConfig
-from ..plugins import runs_near, some_of
+from ..plugins import distrust, runs_near, some_of, trust
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
 from ..train.config.validation import validated
@@ -97,6 +97,9 @@ def start_from(
             the weights, or the trunk of a branch.
         CheckpointError: the run has no such checkpoint, or its files are damaged.
     """
+    trust(overrides)
+    if name is not None and not name.endswith(".json"):
+        base_values(name, RECIPES)  # the user has named what it names
     found, is_named = _found(given, family), name is not None
     name = name or found.recipe
     recipes = found.recipes if name == found.recipe else _recipes(name)
@@ -212,6 +215,7 @@ def _found_checkpoint(path: Path, step: int | None) -> _Found:
     stored = open_checkpoint(checkpoint)
     meta = stored.meta.meta
     recipe = f"{checkpoint}/meta.json"
+    distrust(meta["config"], checkpoint)
     config = validated(Config, meta["config"], origin=recipe)
     data = (meta.get("data") or {}).get("spec", {})
     source = Source(

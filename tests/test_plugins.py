@@ -346,8 +346,9 @@ def test_a_rank_says_that_no_restart_mends_a_part_of_another_kind(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    make_config(shards, **changed(key, own)).save(tmp_path / "config.json")
-    monkeypatch.setattr(sys, "argv", ["train", str(tmp_path)])
+    (run := tmp_path / "run").mkdir()
+    make_config(shards, **changed(key, own)).save(run / "config.json")
+    monkeypatch.setattr(sys, "argv", ["train", str(run)])
     with pytest.raises(SystemExit) as ended:
         program.main()
     assert ended.value.code == EXIT_MISTAKE
@@ -425,7 +426,8 @@ def test_a_checkpoint_is_loaded_where_its_model_s_parts_are(
 def test_ranks_compare_the_modules_of_own_parts(shards: Path, tmp_path: Path) -> None:
     """One of two ranks has another file of that name."""
     config = make_config(shards, mesh__ep=2, optim__kind="compared_parts:adamw")
-    config.save(tmp_path / "config.json")
+    (tmp_path / "run").mkdir()
+    config.save(tmp_path / "run" / "config.json")
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "compared_parts.py").write_text(PARTS + "\n" * rank)
@@ -436,7 +438,7 @@ def test_ranks_compare_the_modules_of_own_parts(shards: Path, tmp_path: Path) ->
 def refusal(folder: str) -> str:
     os.environ[FOLDER] = str(Path(folder, os.environ["RANK"]))
     with pytest.raises(AgreementError) as caught:
-        train(Config.load(Path(folder, "config.json")), Path(folder))
+        train(Config.load(Path(folder, "run", "config.json")), Path(folder, "run"))
     return str(caught.value)
 
 
@@ -467,7 +469,8 @@ def test_the_ranks_of_a_job_import_from_the_folder_of_the_command(
         mesh__ep=2,
         job__ranks_per_node=2,
     )
-    config.save(tmp_path / "config.json")
+    (tmp_path / "asked").mkdir()
+    config.save(tmp_path / "asked" / "config.json")
     environment = {key: value for key, value in os.environ.items() if key != FOLDER}
     environment["PYTHONSAFEPATH"] = "1"
 
@@ -481,7 +484,7 @@ def test_the_ranks_of_a_job_import_from_the_folder_of_the_command(
             timeout=200,
         )
 
-    given = ("train", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "run"))
+    given = ("train", str(tmp_path / "asked" / "config.json"), "--run-dir", str(tmp_path / "run"))
     done = run(*given, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     refused = run("resume", str(tmp_path / "run"), cwd=tmp_path)

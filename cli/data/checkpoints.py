@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..arguments import Commands, add_command, add_overrides, add_run_argument, resolve_config
+from ..console import print_plain, terminal
 
 
 def add_commands(commands: Commands) -> None:
@@ -40,11 +41,10 @@ def _add_ls(actions: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from .checkpoint_report import list_table
 
-    Console().print(list_table(options.run_dir))
+    terminal().print(list_table(options.run_dir))
     return 0
 
 
@@ -128,7 +128,7 @@ def _export(options: argparse.Namespace) -> int:
             with_tokenizer=not options.no_tokenizer,
             start_progress=start_progress,
         )
-    print(f"{options.out}: {exported}")
+    print_plain(f"{options.out}: {exported}")
     return 0
 
 
@@ -184,12 +184,14 @@ def _import(options: argparse.Namespace) -> int:
     if options.file.is_dir():
         if name and "=" in name:
             name, overrides = None, [name, *overrides]
-        print(import_folder(options.file, options.out, name, overrides, family=options.family))
+        print_plain(
+            import_folder(options.file, options.out, name, overrides, family=options.family)
+        )
         return 0
     if name is None:
         raise ValueError(
             f"{options.file}: name the recipe of its model; `moebius models` lists them"
         )
     config = resolve_config(name, overrides)
-    print(import_published(options.file, options.out, config, ignore=options.ignore))
+    print_plain(import_published(options.file, options.out, config, ignore=options.ignore))
     return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...plugins import some_of
 from ..arguments import RUNS, Commands, add_command
+from ..console import terminal
 from .peek import add_peek
 
 if TYPE_CHECKING:
@@ -67,9 +68,8 @@ def _ls(options: argparse.Namespace) -> int:
 
 def print_folders(found: "Sequence[FoundFolder]") -> None:
     """Prints each prepared folder's state and sources, and what was dropped from its input."""
-    from rich.console import Console
 
-    console = Console()
+    console = terminal()
     for folder in found:
         console.print(_heading(folder))
         if folder.manifest is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command
+from ..console import terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -46,9 +47,8 @@ def add_peek(actions: Commands) -> None:
 
 
 def _peek(options: argparse.Namespace) -> int:
-    from rich.console import Console
 
-    console = Console()
+    console = terminal()
     for line in _lines(_rows(options)):
         console.print(line, soft_wrap=True, highlight=False)
     return 0

@@ -15,6 +15,7 @@ from ..arguments import (
     allow_unauthenticated,
     resolve_config,
 )
+from ..console import print_plain, terminal
 
 if TYPE_CHECKING:
     from ...train.config.run_config import Config
@@ -163,7 +164,7 @@ def _start(options: argparse.Namespace) -> "tuple[Config, Source]":
         family=options.family,
     )
     for note in start.notes:
-        print(note)
+        print_plain(note)
     return start.config, start.source
 
 
@@ -213,12 +214,11 @@ def _add_stop(commands: Commands) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from ...cluster.report.summary import closing_words
     from ...cluster.stop import stop
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
 
-    Console().print(closing_words(status), crop=False)
+    terminal().print(closing_words(status), crop=False)
     return 0

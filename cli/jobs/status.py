@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...plugins import runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
-from ..console import print_message
+from ..console import print_message, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,6 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _show_one(run_dir: Path, *, as_json: bool) -> int:
-    from rich.console import Console
 
     from ...cluster.report.run_report import read_report
 
@@ -78,7 +77,7 @@ def _show_one(run_dir: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(report.record(), ensure_ascii=False))
     else:
-        _print_report(report, Console())
+        _print_report(report, terminal())
     return report.status.exit_code
 
 
@@ -89,7 +88,6 @@ def _print_report(report: "RunReport", console: "Console") -> None:
 
 
 def _list_runs(options: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from ...cluster.job import JOURNAL, JobError
     from ...cluster.report.run_report import find_runs, is_recent, read_reports, run_table
@@ -110,9 +108,9 @@ def _list_runs(options: argparse.Namespace) -> int:
         for report in shown:
             print(json.dumps(report.record(), ensure_ascii=False))
         return 0
-    console = Console()
+    console = terminal()
     if not (console.is_terminal or "COLUMNS" in os.environ):
-        console = Console(width=_WIDTH_OF_A_PIPE)
+        console = terminal(width=_WIDTH_OF_A_PIPE)
     root = options.folders[0].absolute()
     if shown:
         console.print(run_table(shown, root))
@@ -139,12 +137,11 @@ def _add_watch(commands: Commands) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from ...cluster.report.live import follow
     from ...cluster.report.run_report import read_report
 
-    console = Console()
+    console = terminal()
     follow(options.run_dir, console=console)
     report = read_report(options.run_dir)
     _print_report(report, console)

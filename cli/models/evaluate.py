@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_run_argument
+from ..console import terminal
 
 if TYPE_CHECKING:
     from ...evaluation.restore import Restored
@@ -197,7 +198,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _over_loops(options: argparse.Namespace) -> int:
     """Measures the loss, or the tasks, with every number of loops."""
-    from rich.console import Console
 
     from ...evaluation.over_loops import draw, measure_over_loops, table_of
 
@@ -209,7 +209,7 @@ def _over_loops(options: argparse.Namespace) -> int:
             )
     scores = None if options.tasks is None else partial(_scores, options)
     found = measure_over_loops(options.run_dir, options.loops, step=options.step, scores=scores)
-    console = Console()
+    console = terminal()
     console.print(table_of(found))
     console.print(f"picture: {draw(found, options.run_dir)}", soft_wrap=True, highlight=False)
     return 0
@@ -219,8 +219,6 @@ def _tasks(options: argparse.Namespace) -> int:
     """Scores the model on tasks; rank 0 prints the report."""
     import json
 
-    from rich.console import Console
-
     from .evaluate_report import plain_report, render_report
 
     report = _scores(options, _loops(options))
@@ -229,7 +227,7 @@ def _tasks(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plain_report(report), indent=2))
     else:
-        Console().print(render_report(report))
+        terminal().print(render_report(report))
     return 0
 
 
@@ -266,12 +264,11 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.progress import Progress
 
     from ...evaluation.perplexity import measure_sliding
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=terminal(stderr=True), transient=True) as progress:
         bar = progress.add_task("tokens", total=None)
         found = measure_sliding(
             options.run_dir,

@@ -151,6 +151,20 @@ def refuse_unauthenticated(address: str) -> None:
         )
 
 
+def refuse_unnamed(address: str) -> None:
+    """Refuses a network cluster that only a run's journal names: Ray runs its code in this process.
+
+    Raises:
+        JobError: says how the user names it.
+    """
+    own = ("auto", "simulated", os.environ.get("RAY_ADDRESS"))
+    if address not in own and not _is_loopback(address.rpartition(":")[0].strip("[]")):
+        raise JobError(
+            f"the run's journal says that it was submitted to {address}: to go there, name the cluster "
+            f"yourself with --address {address} or RAY_ADDRESS"
+        )
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -139,7 +139,7 @@ def skipped_logs(run_dir: Path) -> str:
     if not names:
         return ""
     words = "log(s) that are not regular files of the run folder"
-    return f"skipped {len(names)} {words}: {some_of(names)}"
+    return escaped(f"skipped {len(names)} {words}: {some_of(names)}")
 
 
 def follow_logs(

@@ -28,18 +28,16 @@ DocumentRule = Callable[[str], str | None]
 
 
 def set_up_rules(config: PrepareConfig, work: Path) -> None:
-    """Imports the filters once as a check, and indexes the evaluation sets for all processes.
+    """Indexes the evaluation sets for all processes.
 
     Args:
-        config: names filters and evaluation sets.
+        config: names evaluation sets.
         work: the folder of unfinished files, which takes the index.
 
     Raises:
         InputError: an evaluation set cannot be read.
-        PluginError: a filter cannot be imported.
         PrepareError: an evaluation set has changed since the preparation began.
     """
-    _function_rules(config)
     if config.decontaminate is not None:
         with BytesIO() as index:
             build_index(config.decontaminate).save(index)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from ...plugins import PYTHON, named_function
 from ..prepare_config import PrepareConfig
 from ..sources.documents import InputSplit, Role
 from ..sources.formats import plan_splits
@@ -62,9 +63,16 @@ def plan_units(
 ) -> tuple[Unit, ...]:
     """Lists all units in the order of decisions and commits; for `tell` see `plan_splits`.
 
+    Imports the user's functions here, before processes of a pool or of a cluster do.
+
     Raises:
         InputError: some input does not exist.
+        PluginError: a function cannot be imported.
     """
+    for name in config.filters:
+        named_function(name, where="prepare.filters", wants="a function of a document's text")
+    if config.tokenizer.startswith(PYTHON):
+        named_function(config.tokenizer, where="prepare.tokenizer", wants="a function of words")
     splits = plan_splits(config, tell)
     units = [
         unit

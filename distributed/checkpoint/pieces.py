@@ -33,7 +33,7 @@ ONE_FILE = "model.safetensors"
 DTYPES_FILE = ".moebius_dtypes.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # that weights are read as
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
-_MOST_SMALL_BYTES = 2**28  # of a file that is copied along
+_MOST_SMALL_BYTES = 2**28  # of a file that is copied along, and of all of them
 _MAPPED_BYTES = 2**26  # read through one mapping of a file before it is opened anew
 _METHODS = ("mxfp4", "fp8")  # of quantization_config
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -165,22 +165,8 @@ class PublishedFolder:
         return _parsed(self._bytes[name], f"{self.path / name}")
 
     def file(self, name: str) -> Path:
-        """Returns the path of a file of the folder.
-
-        A link may lead to a file of the folder or, as in Hugging Face's cache, of ../../blobs.
-
-        Raises:
-            CheckpointError: the name leads elsewhere, or is not a file.
-        """
-        path = self.path / name
-        if not name or Path(name).name != name or "\\" in name or "\0" in name:
-            raise CheckpointError(f"{self.path}: {name[:_SHOWN]!r} does not name a file in it")
-        if not path.is_file():
-            raise CheckpointError(f"{path}: is not a file")
-        own = self.path.resolve()
-        if path.resolve().parent not in (own, own.parent.parent / "blobs"):
-            raise CheckpointError(f"{path}: is a link out of its folder; copy the file into it")
-        return path
+        """Returns the path of a file of the folder (`file_in`)."""
+        return file_in(self.path, name)
 
     def _add_indexed(self) -> None:
         """Adds the files of the index, which must say of every tensor in which of them it is."""
@@ -355,13 +341,11 @@ class PublishedFolder:
         DTYPES_FILE holds the dtype of most tensors and those of the others, for a later export.
 
         Raises:
-            CheckpointError: one is a link out of the folder.
+            CheckpointError: as for `small_files`.
         """
         out.mkdir()
-        for entry in self.path.iterdir():
-            is_weights = entry.name.endswith((*_WEIGHTS, ".index.json"))
-            if entry.is_file() and not is_weights and entry.stat().st_size <= _MOST_SMALL_BYTES:
-                shutil.copyfile(self.file(entry.name), out / entry.name)
+        for path in small_files(self.path):
+            shutil.copyfile(path, out / path.name)
         names = {
             key: "bfloat16" if found.packed else _DTYPES[found.dtype]
             for key, found in self.keys.items()
@@ -371,6 +355,46 @@ class PublishedFolder:
         others = {key: name for key, name in names.items() if name != most}
         text = json.dumps({"most": most, "others": others}, indent=1)
         (out / DTYPES_FILE).write_text(text, encoding="utf-8")
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """Returns the path of a file of a folder that somebody else may have written.
+
+    A link may lead to a file of the folder or, as in Hugging Face's cache, of ../../blobs.
+
+    Raises:
+        CheckpointError: the name leads elsewhere, or is not a file.
+    """
+    path = folder / name
+    if not name or Path(name).name != name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{folder}: {name[:_SHOWN]!r} does not name a file in it")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a file")
+    own = folder.resolve()
+    if path.resolve().parent not in (own, own.parent.parent / "blobs"):
+        raise CheckpointError(f"{path}: is a link out of its folder; copy the file into it")
+    return path
+
+
+def small_files(folder: Path) -> list[Path]:
+    """Returns all files of a folder but weights, their index and what is as large as weights.
+
+    Raises:
+        CheckpointError: one is a link out of the folder, or together they are too large to copy.
+    """
+    names = [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json"))
+    ]
+    sizes = {path: path.stat().st_size for path in (file_in(folder, name) for name in names)}
+    found = [path for path, size in sizes.items() if size <= _MOST_SMALL_BYTES]
+    if (size := sum(map(sizes.__getitem__, found))) > _MOST_SMALL_BYTES:
+        raise CheckpointError(
+            f"{folder}: its files beside the weights have {size / 2**20:,.0f} MiB, and a run keeps at most "
+            f"{_MOST_SMALL_BYTES / 2**20:,.0f} MiB of them: move away what the model does not need"
+        )
+    return found
 
 
 def _values_of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

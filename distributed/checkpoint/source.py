@@ -10,6 +10,7 @@ than its share of the model and one tensor. `pieces` say where they are; no fami
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from ...plugins import some_of
+from ...plugins import distrust, some_of
 from .format import (
     CheckpointError,
     Chunk,
@@ -90,7 +91,9 @@ def read_source(run_dir: Path) -> Source | None:
     """
     path = run_dir / SOURCE
     try:
-        return Source.model_validate_json(path.read_bytes())
+        source = Source.model_validate_json(path.read_bytes())
+        distrust(source.family, run_dir)
+        return source
     except FileNotFoundError:
         return None
     except ValidationError as error:
@@ -110,8 +113,28 @@ def keep_small_files(source: Source, run_dir: Path) -> None:
     shutil.rmtree(kept, ignore_errors=True)
     if source.kind == "folder":
         PublishedFolder(Path(source.path)).copy_small_files(kept)
-    elif (before := Path(source.path).parent.parent / SOURCE_FILES).is_dir():
-        shutil.copytree(before, kept)
+    elif before := kept_files(Path(source.path).parent.parent):
+        kept.mkdir()
+        for path in before:
+            shutil.copyfile(path, kept / path.name)
+
+
+def kept_files(run_dir: Path) -> list[Path]:
+    """Returns the small files that a run folder has of the published folder that it began with.
+
+    Raises:
+        CheckpointError: one is a link, which no run makes, or they are too large.
+    """
+    from .pieces import small_files
+
+    kept = run_dir / SOURCE_FILES
+    if not os.path.lexists(kept):
+        return []
+    if links := [path for path in (kept, *kept.iterdir()) if path.is_symlink()]:
+        raise CheckpointError(
+            f"{links[0]}: is a link, and what it leads to is not copied; remove it"
+        )
+    return small_files(kept)
 
 
 def load_start(

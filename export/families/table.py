@@ -13,7 +13,7 @@ from ...distributed.checkpoint.pieces import Piece, PublishedFolder
 from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import Transformer
-from ...plugins import Registry, some_of
+from ...plugins import PluginError, Registry, distrust, nearest, some_of, trust
 from ...train.config.run_config import ConfigError
 from .deepseek import V2, V3
 from .ernie import ERNIE
@@ -81,7 +81,7 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
 
     Args:
         path: a folder with config.json, or its file of weights.
-        family: `module:name` of one's own; by default config.json's model_type decides.
+        family: `module:name` of one's own; by default config.json's model_type names a known one.
 
     Raises:
         ValueError: the folder is damaged, incomplete, of no known family, or asks for what moebius
@@ -89,7 +89,8 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
     """
     folder = PublishedFolder(path)
     name = family or str(folder.config.get("model_type"))
-    found: Family = FAMILY.get(name)
+    found = _family_named(name, is_given=family is not None)
+    distrust(folder.config, folder.path)
     try:
         model, notes = found.read(folder.config)
         if model.num_layers > len(folder.keys):
@@ -106,6 +107,18 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
     return FolderPlan(
         folder, name, model, pieces, ignored, zeros, packed, tuple(dict.fromkeys(notes))
     )
+
+
+def _family_named(name: str, *, is_given: bool) -> Family:
+    """Returns the family of a name; only one that the user has given can be `module:name`."""
+    if is_given:
+        trust(name)
+    elif name not in FAMILY.known:
+        raise PluginError(
+            f"model_type: {name!r:.100} is not a family of models{nearest(name, FAMILY.known) or ':'} "
+            f"choose {', '.join(FAMILY.known)}, or name a Family of your own, --family module:name"
+        )
+    return FAMILY.get(name)
 
 
 def family_of(model: ModelConfig, family: str | None = None) -> Family | None:

@@ -17,7 +17,7 @@ import torch
 from ...distributed.checkpoint.format import CheckpointError, StoredCheckpoint
 from ...distributed.checkpoint.loading import dtype_named, read_tensor
 from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
-from ...distributed.checkpoint.source import SOURCE_FILES, read_source
+from ...distributed.checkpoint.source import kept_files, read_source
 from ...model.config.model_config import ModelConfig
 from ..families.family import Family
 from ..families.table import family_of, pieces_of
@@ -32,13 +32,13 @@ class Origin:
     """Describes the family of a run's model, and the published folder that the run began with."""
 
     family: Family
-    folder: Path  # of the small files that were kept; it may not exist
+    run_dir: Path
     model: ModelConfig
 
     @cached_property
     def files(self) -> dict[str, bytes]:
         """Returns the kept files by name, config.json too; none: the run began without."""
-        return {path.name: path.read_bytes() for path in sorted(self.folder.glob("*"))}
+        return {path.name: path.read_bytes() for path in kept_files(self.run_dir)}
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
@@ -59,7 +59,7 @@ def origin_of(run_dir: Path, model: ModelConfig) -> Origin | None:
     """Returns what a run's model is and began with; None: the model is moebius' own."""
     source = read_source(run_dir)
     family = family_of(model, source.family if source else None)
-    return None if family is None else Origin(family, run_dir / SOURCE_FILES, model)
+    return None if family is None else Origin(family, run_dir, model)
 
 
 def family_tensors(

@@ -33,7 +33,7 @@ from ...distributed.checkpoint.format import (
 )
 from ...distributed.checkpoint.writing import write_synced
 from ...model.config.model_config import ModelConfig
-from ...plugins import is_own
+from ...plugins import distrust, is_own
 from ...train.config.run_config import Config, ConfigError
 from ...train.config.validation import validated
 from ..safetensors import (
@@ -172,6 +172,7 @@ def config_of(stored: StoredCheckpoint) -> Config:
     """Returns the configuration of the run that wrote a checkpoint."""
     if not {"config", "progress"} <= stored.meta.meta.keys():
         raise CheckpointError(f"{stored.path}: lacks configuration or progress, so no run wrote it")
+    distrust(stored.meta.meta["config"], stored.path)
     return validated(Config, stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 

@@ -19,7 +19,18 @@ from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import PluginError, check_call, import_own, is_own, nearest, runs_near, some_of
+from ...plugins import (
+    PluginError,
+    check_call,
+    distrust,
+    import_own,
+    is_own,
+    is_run,
+    nearest,
+    runs_near,
+    some_of,
+    trust,
+)
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
@@ -56,6 +67,7 @@ def resolve(
         ConfigError: no such recipe or file, or a bad override; an unknown key comes with a
             suggestion.
     """
+    trust(overrides)
     values, given = base_values(name_or_file, recipes)
     has_data = _take_from_folder(values, given, overrides)
     if start is not None:
@@ -70,11 +82,17 @@ def resolve(
 def base_values(
     name_or_file: str, recipes: Mapping[str, Callable[[], Config]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the plain values of a recipe or a TOML file, and the file's own values alone."""
+    """Returns the plain values of a recipe or a TOML file, and the file's own values alone.
+
+    The user has named the names in them, but not those of a file that lies in a run.
+    """
     if name_or_file.endswith(".toml"):
         return _read_toml(Path(name_or_file), recipes)
     values = _recipe_values(name_or_file, recipes, where=name_or_file)
-    return values, values if name_or_file.endswith(".json") else {}
+    if name_or_file.endswith(".json"):
+        return values, values
+    trust(values)
+    return values, {}
 
 
 def _take_from_folder(
@@ -97,11 +115,13 @@ def _take_from_folder(
     except OSError:  # an impossible path, reported on opening the folder
         return False
     try:
-        known = PrepareConfig.of_folder(read_manifest(directory).header)
+        header = read_manifest(directory).header
+        known = PrepareConfig.of_folder(header)
     except ShardError as error:
         raise ConfigError(f"data.directory: {error}") from None
     if known is None:
         return True
+    distrust(header.spec, Path(directory))
     said = _section(given, "prepare")
     values["prepare"] = known.model_dump(mode="json")
     _choose_input(values, said.keys())
@@ -358,6 +378,11 @@ def _read_toml(
         raise ConfigError(
             f"{path}: is nested too deeply; a configuration only has sections in sections"
         ) from None
+    runs = [folder for folder in path.absolute().parents if (folder / "config.json").exists()]
+    if run := next(filter(is_run, runs), None):
+        distrust(values, run)
+    else:
+        trust(values)
     base = values.pop("recipe", None)
     said = {f"{name}.{key}" for name in ("train", "optim") for key in _section(values, name)}
     if base is None:
@@ -366,6 +391,7 @@ def _read_toml(
     if not isinstance(base, str):
         raise ConfigError(f"{path}: recipe = {base!r} is not the name of a recipe")
     recipe = _recipe_values(base, recipes, where=str(path))
+    trust(recipe)
     merged = merge(recipe, values, KINDS)
     _choose_length(merged, said, where=str(path))
     _choose_optim(merged, recipe["optim"], said)

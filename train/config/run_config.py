@@ -28,7 +28,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import runs_near
+from ...plugins import distrust, runs_near
 from ..optim import OPTIMIZER, OptimConfig
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
@@ -313,4 +313,5 @@ class Config(BaseModel):
             raise ConfigError(
                 f"{path}: is damaged ({error}): restore it, or choose another run folder"
             ) from None
+        distrust(values, path.parent)
         return validated(cls, values, origin=str(path))

@@ -207,7 +207,7 @@ def _loop(
 def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
     """Starts the process for a run's next phase."""
     run = state.run
-    run.folder.mkdir(parents=True, exist_ok=True)
+    run.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if state.phase == "train":
         run.config.save(run.folder / "config.json")
     else:
