@@ -58,7 +58,7 @@ def build_model(
         device: of all parameters.
         sharding: "fsdp" shards weights; see `mesh.sharding`.
         precision: dtype of products, to which FSDP casts sharded weights before gathering them.
-        stored: dtype of parameters and buffers; bfloat16 for train.precision="bfloat16_only".
+        stored: dtype of weights; bfloat16 for train.precision="bfloat16_only".
         check_every: checks every n-th pass of the dispatchers.
         ranks_per_node: None means that all ranks are on one node.
         timeout_s: of the groups created here.

@@ -16,7 +16,6 @@ tensors and containers and calls nothing.
 """
 
 import fnmatch
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from ..distributed.checkpoint.source import SOURCE, SOURCE_FILES, Source, keep_s
 from ..distributed.parallelize import expert_names
 from ..model.config.attention_config import SwitchHeadConfig
 from ..model.config.model_config import ModelConfig
-from ..model.execution.precision import stored_dtype
+from ..model.execution.precision import store_in, stored_dtype
 from ..model.transformer import Transformer
 from ..train.config.resolve import StartSections, resolve
 from ..train.config.run_config import Config, ConfigError
@@ -156,11 +155,8 @@ def import_published(
     with torch.device("meta"):
         model = Transformer(config.model)
     check_weights(weights, model, origin=str(file))
-    dtype = stored_dtype(config.train.precision)
-    state = {name: partial(tensor.to, dtype) for name, tensor in weights.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     notes = f"\n  ignored: {', '.join(skipped)}" if skipped else ""
-    return _write_run(out, config, shapes, state, notes)
+    return _write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
 
 
 def import_folder(
@@ -194,7 +190,7 @@ def import_folder(
         model.model_dump(mode="json"), tokenizer | {"vocab_size": model.vocab_size}
     )
     config = resolve(name, overrides, RECIPES, start=sections)
-    shapes, dtype = shapes_of(model), stored_dtype(config.train.precision)
+    shapes = shapes_of(model)
     if shapes_of(config.model) != shapes:
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
     source = Source(
@@ -207,32 +203,29 @@ def import_folder(
         ignored=plan.ignored,
         dequantised=plan.dequantised,
     )
-    state = {each: partial(plan.tensor, each, dtype) for each in shapes}
-    return _write_run(out, config, shapes, state, str(plan), source)
+    state = {each: partial(plan.tensor, each) for each in shapes}
+    return _write_run(out, config, state, str(plan), source)
 
 
 def _write_run(
     out: Path,
     config: Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    state: Mapping[str, Callable[[], Tensor]],
+    state: Mapping[str, Callable[[torch.dtype], Tensor]],
     notes: str,
     source: Source | None = None,
 ) -> Imported:
     """Writes a run at step 0, one tensor at a time; the optimizer has no state before a step."""
     with torch.device("meta"):
-        banks = expert_names(Transformer(config.model))
+        model = Transformer(config.model)
+    store_in(model, stored_dtype(config.train.precision))
+    stored = model.state_dict()
     meta = {
         "progress": TrainingProgress().as_dict(),
         "data": None,  # no position, so training starts at the beginning of its data
         "experts": {},
         "config": config.model_dump(mode="json"),
     }
-    count, size = (
-        sum(map(math.prod, shapes.values())),
-        stored_dtype(config.train.precision).itemsize,
-    )
-    with atomic_directory(out, needed_bytes=count * size) as new:
+    with atomic_directory(out, needed_bytes=sum(each.nbytes for each in stored.values())) as new:
         new.chmod(0o700)  # as every run folder
         config.save(new / "config.json")
         if source is not None:
@@ -240,12 +233,14 @@ def _write_run(
             keep_small_files(source, new)
         write_checkpoint(
             new / "checkpoints" / step_name(0),
-            {f"model.{name}": make for name, make in state.items()},
+            {f"model.{name}": partial(make, stored[name].dtype) for name, make in state.items()},
             step=0,
-            num_experts={f"model.{name}": shapes[name][0] for name in sorted(banks)},
+            num_experts={
+                f"model.{name}": len(stored[name]) for name in sorted(expert_names(model))
+            },
             meta=meta,
         )
-    return Imported(out, len(shapes), count, notes)
+    return Imported(out, len(stored), sum(each.numel() for each in stored.values()), notes)
 
 
 # Reading -------------------------------------------------------------------------------------------

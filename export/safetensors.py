@@ -25,7 +25,7 @@ from ..distributed.checkpoint.format import CheckpointError, StartProgress, Stor
 from ..distributed.checkpoint.loading import dtype_named, read_tensor
 from ..distributed.checkpoint.pieces import INDEX_FILE, ONE_FILE, Piece, cut, require_safetensors
 from ..distributed.checkpoint.writing import write_synced
-from ..model.execution.precision import enters_a_product
+from ..model.execution.precision import product_weights
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config, ConfigError
 
@@ -141,7 +141,7 @@ def own_tensors(
         )
     with torch.device("meta"):
         model = Transformer(config.model)
-    cast = {name for name, _ in model.named_parameters() if enters_a_product(name)}
+    cast = product_weights(model)
     for key, tensor in sorted(stored.index.tensors.items()):
         name = key.removeprefix("model.")
         if name == key:  # the optimizer's

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.fused.norm import Copied, add_norm, runs_fused
+from ..plugins import PluginError
 from .attention.attention import make_attention
 from .attention.base import DepthContext
 from .balance import RouterReport, report_routing
@@ -109,8 +110,27 @@ class Layer(nn.Module):
             return self._step(context, x_BSD)
         unhalted = context.unhalted
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
-        step = partial(self._step, replace(context, unhalted=None))
-        return run_recomputed(context.recompute, self, step, x_BSD, *halting)
+        step, before = partial(self._step, replace(context, unhalted=None)), self._router_states()
+        found = run_recomputed(context.recompute, self, step, x_BSD, *halting)
+        if (after := self._router_states()) != before:
+            changed = next(key for key in after if after[key] != before.get(key))
+            raise PluginError(
+                f"train.recompute={context.recompute}: the forward pass of a router changes its own "
+                f"{changed}, and a recomputed step runs it twice: keep no state between calls (set "
+                "reads_step to get the depth step), or set train.recompute=none"
+            )
+        return found
+
+    def _router_states(self) -> dict[str, object]:
+        """Returns the numbers that routers keep, and the versions of their buffers."""
+        found: dict[str, object] = {}
+        for kind, router in self.routers().items():
+            kept = vars(router).items()
+            found |= {
+                f"{kind}.{key}": value for key, value in kept if isinstance(value, int | float)
+            }
+            found |= {f"{kind}.{key}": value._version for key, value in router.named_buffers()}
+        return found
 
     def _step(
         self, context: DepthContext, x_BSD: Tensor, *halting: Tensor
@@ -140,7 +160,7 @@ class Layer(nn.Module):
         read = self._read(x_BSD, y_BSD, norm, self._feed_forward_readers)
         if isinstance(self.feed_forward, SparseFeedForward):
             y_BSD, routings["feed_forward"] = self.feed_forward(
-                read["values"], read["routers"], context.unhalted, context.rows
+                read["values"], read["routers"], context.unhalted, context.rows, context.step
             )
         else:
             y_BSD = self.feed_forward(read["values"])

@@ -97,6 +97,7 @@ class Linear(nn.Module):
     """
 
     roles: ClassVar = {"weight": "matrix"}  # model/execution/roles.py
+    keeps_float32: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .config.model_config import ModelConfig
+from .config.model_config import DepthStep, ModelConfig
 from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
 from .initialise import Initializers, uniform, xavier_uniform
@@ -83,6 +83,11 @@ class LocalDispatcher:
         return LocalRows(x_UD, routes)
 
 
+def _step_for(part: nn.Module, step: DepthStep | None) -> dict[str, DepthStep | None]:
+    """Returns the depth step for a router or experts that read it."""
+    return {"step": step} if getattr(part, "reads_step", False) else {}
+
+
 class SparseLayer(nn.Module):
     """Puts a bank of experts behind a dispatcher: the only place where rows leave this rank."""
 
@@ -92,7 +97,11 @@ class SparseLayer(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher()
 
     def forward(
-        self, x_UD: Tensor, routes: Routes, beside: Callable[[], None] | None = None
+        self,
+        x_UD: Tensor,
+        routes: Routes,
+        beside: Callable[[], None] | None = None,
+        step: DepthStep | None = None,
     ) -> Tensor:
         """Returns the weighted sums of expert outputs, (U, D_in) to (num_targets, D_out).
 
@@ -103,7 +112,8 @@ class SparseLayer(nn.Module):
         dispatched = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
         if beside is not None:
             beside()
-        return dispatched.combine(self.experts(dispatched.x_UD, dispatched.routes))
+        given = _step_for(self.experts, step)
+        return dispatched.combine(self.experts(dispatched.x_UD, dispatched.routes, **given))
 
 
 class SubTokens(nn.Module):
@@ -199,6 +209,7 @@ class SparseFeedForward(nn.Module):
         router_input_BSD: Tensor,
         unhalted: Unhalted | None = None,
         rows: DocumentRows | None = None,
+        step: DepthStep | None = None,
     ) -> tuple[Tensor, Routing]:
         """Returns the outputs, (B, S, D), and the routing for losses and metrics.
 
@@ -209,17 +220,18 @@ class SparseFeedForward(nn.Module):
         if self.view is not None:
             x_TD = self.view.split(x_TD)
             router_input_TD = x_TD if self.same_input else self.view.split(router_input_TD)
+        given = _step_for(self.router, step)
         if rows is None:
-            routing = self.router(router_input_TD, batch_size=batch)
+            routing = self.router(router_input_TD, batch_size=batch, **given)
         else:
             rows = rows.repeated(len(x_TD) // rows.num_rows)
-            routing = self.router(router_input_TD, batch_size=batch, real_T=rows.real_T)
+            routing = self.router(router_input_TD, batch_size=batch, real_T=rows.real_T, **given)
             routing = routing.of_documents(rows)
         if unhalted is not None:
             routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
         shared: list[Tensor] = []
         y_TD = self.expert_outputs(
-            x_TD, routing.plan, beside=lambda: self._run_shared(x_BSD, shared)
+            x_TD, routing.plan, beside=lambda: self._run_shared(x_BSD, shared), step=step
         )
         if self.view is not None:
             y_TD = self.view.join(y_TD)
@@ -239,11 +251,16 @@ class SparseFeedForward(nn.Module):
             out.append(y_BSD)
 
     def expert_outputs(
-        self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None
+        self,
+        x_TD: Tensor,
+        plan: Routes | Mixture,
+        *,
+        beside: Callable[[], None] | None = None,
+        step: DepthStep | None = None,
     ) -> Tensor:
         """Returns the experts' outputs for T rows, following the plan."""
         if isinstance(plan, Routes):
-            return self.sparse(x_TD, plan, beside)
+            return self.sparse(x_TD, plan, beside, step)
         dtype = self.sparse.experts.dtype
         members_GMD = x_TD.to(dtype)[plan.rows_GM]
         mixed_PGD = torch.einsum("gmp,gmd->pgd", plan.merge_GMP.to(dtype), members_GMD)
@@ -252,7 +269,7 @@ class SparseFeedForward(nn.Module):
             num_experts=plan.num_experts,
             device=x_TD.device,
         )
-        outputs_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes, beside).view_as(mixed_PGD)
+        outputs_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes, beside, step).view_as(mixed_PGD)
         emitted_GMD = torch.einsum("gmp,pgd->gmd", plan.emit_GMP.to(dtype), outputs_PGD)
         return torch.empty_like(emitted_GMD.flatten(0, 1)).index_copy(
             0, plan.rows_GM.flatten(), emitted_GMD.flatten(0, 1)

@@ -20,10 +20,11 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 = L/G repeats.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ from .balance import DepthLoad, RunningSum, collect_loads
 from .block import Layer
 from .config.model_config import DepthStep, ModelConfig
 from .documents import Documents
+from .execution.roles import deciding
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
 from .layers import LayerNorm, make_norm, wide_dtype
@@ -222,6 +224,16 @@ class Transformer(nn.Module):
         if given is None or given.targets_BS is None:
             return self.head(x_BSD, tied_VD=tied)
         return self.head(x_BSD, given.targets_BS, given.counted_C, tied, share_BS)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Casts or moves the model for `to` and its like; what decides stays in float32."""
+        before = [getattr(module, name).detach() for _, module, name in deciding(self)]
+        super()._apply(fn, recurse)
+        for old, (_, module, name) in zip(before, deciding(self), strict=True):
+            now = getattr(module, name)
+            if now.is_floating_point() and now.dtype.itemsize < torch.float32.itemsize:
+                now.data = old.to(now.device, torch.float32)
+        return self
 
     def _embed(self, tokens_BS: Tensor, past: int, documents: Documents | None) -> Tensor:
         x_BSD = F.embedding(tokens_BS, self.embedding)

@@ -26,16 +26,18 @@ from moebius.data_pipeline.make.prepare import prepare
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, forward_flops, is_upper_bound
 from moebius.model.execution.depth_losses import weighted_losses
+from moebius.model.execution.recompute import Recompute
 from moebius.model.initialise import initialise
 from moebius.model.loops.steps import PassOptions
 from moebius.model.transformer import Transformer
 from moebius.planning.communication import dispatch_direction, exchange_traffic
 from moebius.planning.workload import Bank
-from moebius.plugins import FOLDER, import_own
+from moebius.plugins import FOLDER, PluginError, import_own
 from moebius.train.config.run_config import Config
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 ROUTER, DISPATCHER = "add_a_router:TopPRouter", "add_a_dispatcher:HALF_WIDTH"
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 LOSS, SOURCE = "add_a_loss:read_early", "python:add_a_source:walks?stay=0.9&documents=64"
 
 
@@ -130,6 +132,44 @@ def test_the_router_trains_on_two_ranks(shards: Path, tmp_path: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
     routes = {step["exchange"]["0/feed_forward"]["rows_one_per_route"] for step in steps}
     assert len(routes) > 1, "the number of experts follows the tokens"
+
+
+def test_a_router_knows_its_depth_step_whatever_is_recomputed() -> None:
+    router = {"kind": "add_a_router_per_loop:PerLoopRouter", "top_k": 2, "num_steps": 4}
+    shape = {"num_layers": 4, "layers_per_group": 1}
+    config = make_config(model=shape, model__feed_forward__router=router).model
+    found: list[dict[str, Tensor]] = []
+    for recompute in RECOMPUTE:
+        model = Transformer(config)
+        initialise(model, 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            tokens = tokens_of(number)
+            options = PassOptions(recompute=recompute)
+            output = model(tokens[:, :-1], targets_BS=tokens[:, 1:], options=options)
+            optimizer.zero_grad()
+            (output.cross_entropy + output.regularisation_B.sum()).backward()
+            optimizer.step()
+        found.append(model.state_dict())
+    assert [different(found[0], other) for other in found[1:]] == [[], []]
+    [learned_L] = [t for key, t in found[0].items() if key.endswith("router.log_temperature")]
+    assert len(set(learned_L.tolist())) == 4
+
+
+def test_a_router_that_counts_its_calls_is_noticed_under_recomputation() -> None:
+    config = make_config(model__feed_forward__router={"kind": "token_choice", "top_k": 2}).model
+    model = Transformer(config)
+    initialise(model, 0)
+    router: Any = next(router for _, kind, router in model.routers() if kind == "feed_forward")
+    router.calls = 0
+
+    def count(*_: Any) -> None:
+        router.calls += 1
+
+    router.register_forward_hook(count)
+    model(tokens_of(0), options=PassOptions(recompute="none"))
+    with pytest.raises(PluginError, match=r"feed_forward\.calls.*reads_step"):
+        model(tokens_of(0), options=PassOptions(recompute="full"))
 
 
 # The dispatcher -------------------------------------------------------------------------------------------------------

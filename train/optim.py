@@ -4,8 +4,7 @@ Every command that reads a configuration imports this module. A DTensor is known
 attributes, because importing its class takes 0.3 s, a third of what torch takes.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -302,13 +301,63 @@ def _rate_factor(config: OptimConfig, role: Role) -> float:
     return (factors | {"router": config.router_rate}).get(role.part, 1.0)
 
 
+class AdamW(torch.optim.AdamW):
+    """AdamW in torch's fused kernel, which here gives an element the same bits at any place in a tensor.
+
+    On CPUs the kernel takes whole blocks of 64 bytes at once, and rounds what is left at a tensor's end
+    otherwise. Experts move between slots, and a layout cuts tensors anywhere, so the ends of all tensors
+    are copied into one more tensor of whole blocks: at most 15 numbers of each, there and back.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        """Makes a step; see torch.optim.AdamW."""
+        self._ends: list[tuple[list[Tensor], Tensor]] = []
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parts, joined in self._ends:
+                for part, new in zip(parts, joined.split([*map(len, parts)]), strict=True):
+                    part.copy_(new)
+        return loss
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Collects what the kernel takes: parameters, gradients, moments, maxima and step counts."""
+        found = super()._init_group(group, *lists)
+        columns, steps = lists[:4], lists[5]
+        ends: dict[Any, list[int]] = {}
+        for row, (step, parameter) in enumerate(zip(steps, columns[0], strict=True)):
+            if group["fused"] and parameter.device.type == "cpu":
+                ends.setdefault((parameter.dtype, float(step)), []).append(row)
+        for (dtype, _), rows in ends.items():
+            self._join_ends(columns, rows, 64 // dtype.itemsize)
+            steps.append(steps[rows[0]].clone())
+        return found
+
+    def _join_ends(self, columns: Sequence[list[Tensor]], rows: Sequence[int], block: int) -> None:
+        """Shortens tensors to whole blocks, and appends one of what is left of them all."""
+        for place, column in enumerate(columns):
+            parts = []
+            for row in rows:
+                local = _local(column[row])
+                flat = local.reshape(-1) if place == 1 else local.view(-1)  # never a copy
+                column[row], part = flat.tensor_split([len(flat) // block * block])
+                parts.append(part)
+            size = sum(map(len, parts))
+            column.append(torch.cat([*parts, parts[0].new_zeros(-size % block)]))
+            if place != 1:  # the kernel only reads gradients
+                self._ends.append((parts, column[-1][:size]))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
 def make_optimizer(
     config: OptimConfig,
     named: Iterable[tuple[str, Parameter]],
     *,
     roles: Mapping[str, Role] | None = None,
-    fused: bool | None = None,
-) -> torch.optim.AdamW:
+    fused: bool = True,
+) -> AdamW:
     """Builds AdamW, whose moments have the parameters' dtype.
 
     Sharded parameters of one mesh form a group, and unsharded ones another, because one operation
@@ -318,38 +367,25 @@ def make_optimizer(
         config: of the optimizer.
         named: the parameters to update, with their names.
         roles: what they are; None: matrices, which all decay.
-        fused: update each parameter in one kernel, which rounds in another order; otherwise about
-            ten operations over all tensors of a group do, and the host reads every tensor's step
-            count. None: on GPUs, and on CPUs where the bits do not depend on the layout.
+        fused: update each parameter in one kernel; otherwise about ten operations over all tensors of
+            a group do, which round otherwise, and the host reads every tensor's step count.
     """
     groups: dict[Any, list[Parameter]] = {}
     for name, parameter in named:
         mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
         role = Role("body", "matrix") if roles is None else roles[name]
         decays = role.decays and (role.is_matrix or config.weight_decay_on == "all")
-        in_one = _rounds_alike_anywhere(parameter) if fused is None else fused
-        key = (mesh, decays * config.weight_decay, in_one, _rate_factor(config, role))
+        key = (mesh, decays * config.weight_decay, _rate_factor(config, role))
         groups.setdefault(key, []).append(parameter)
-    return torch.optim.AdamW(
+    return AdamW(
         [
-            {"params": group, "weight_decay": decay, "fused": in_one, "foreach": not in_one}
-            | {"lr": config.learning_rate * factor}
-            for (_, decay, in_one, factor), group in groups.items()
+            {"params": group, "weight_decay": decay, "lr": config.learning_rate * factor}
+            for (_, decay, factor), group in groups.items()
         ],
+        fused=fused,
+        foreach=not fused,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         weight_decay=config.weight_decay,
     )
-
-
-def _rounds_alike_anywhere(parameter: Parameter) -> bool:
-    """Returns whether the fused kernel gives an element the same bits at any place in a tensor.
-
-    On CPUs torch rounds the elements after a tensor's last whole 64 bytes differently. Experts move
-    between slots, have copies and are sharded by the first dimension, so each must fill 64 bytes.
-    """
-    if parameter.device.type != "cpu":
-        return True
-    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()
-    return math.prod(local.shape[1:]) * local.element_size() % 64 == 0

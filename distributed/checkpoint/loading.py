@@ -68,7 +68,7 @@ def load(
 ) -> dict[str, Any]:
     """Fills `tensors` in place from a checkpoint of any layout; returns the caller's meta.
 
-    Nothing is overwritten unless everything fits: names, shapes, dtypes and every element once. Safe on
+    Nothing is overwritten unless everything fits: names, shapes, dtypes (float32 takes bfloat16) and every element once. Safe on
     files of unknown origin, which only JSON and torch's weights_only loader read.
 
     Args:
@@ -123,14 +123,13 @@ def _differences(
         if name not in found:
             continue
         shape = shards[name].global_shape if name in shards else tuple(tensor.shape)
+        there, here = found[name].dtype, dtype_name(tensor.dtype)
         if found[name].shape != shape:
             problems.append(
                 f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here"
             )
-        elif not converts and found[name].dtype != dtype_name(tensor.dtype):
-            problems.append(
-                f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
-            )
+        elif not converts and there != here and (there, here) != ("bfloat16", "float32"):
+            problems.append(f"{name}: {there} in the checkpoint, {here} here")
     return problems
 
 

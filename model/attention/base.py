@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.attention_config import AttentionConfig
+from ..config.model_config import DepthStep
 from ..documents import DocumentRows, Documents
 from ..execution.draws import Draws
 from ..execution.recompute import Recompute
@@ -69,6 +70,8 @@ class DepthContext:
     equal_rows: bool = (
         False  # all ranks of an EP group give equally many rows, none of them padding
     )
+    # Where in the pass the layer is; its loop is the pass's, and sequences of fewer loops may skip some.
+    step: DepthStep | None = None
 
     def of_sequences(self, live: Tensor) -> "DepthContext":
         """Returns what some of the sequences read."""

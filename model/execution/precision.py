@@ -5,9 +5,10 @@ the backward pass. Here the forward pass runs on cast copies of the matrices. Th
 over the repeats and return to the float32 master weights in one cast. Routers, norms, biases,
 embeddings and the residual stream stay float32.
 
-train.precision="bfloat16_only" instead stores all parameters and buffers in bfloat16. Gradients and
-AdamW's moments then have that dtype too, and norms, routers and the residual stream compute in it,
-as in Mixture of Tokens' runs without mixed precision (arXiv 2310.15961). Each part takes its
+train.precision="bfloat16_only" instead stores parameters in bfloat16. Gradients and AdamW's moments
+then have that dtype too, and norms, routers and the residual stream compute in it, as in Mixture of
+Tokens' runs without mixed precision (arXiv 2310.15961). Only what decides beside a router's matrix
+keeps float32 (`deciding` in roles.py): selection biases, temperatures and exit gates. Each part takes its
 precision from its own weight (`own_dtype` in model/layers.py). Sums inside a reduction (softmax,
 norms, the loss, gradients over ranks) and the loss itself stay float32: three digits of a loss
 measure nothing.
@@ -22,6 +23,7 @@ from ..config.model_config import Precision
 from ..documents import Documents
 from ..loops.steps import PassOptions
 from ..transformer import ModelOutput, Transformer
+from .roles import deciding
 
 _FULL_PRECISION = ("router", "norm", "halting")  # suffixes of module names
 
@@ -35,19 +37,14 @@ def products_dtype(precision: Precision) -> torch.dtype:
 
 
 def stored_dtype(precision: Precision) -> torch.dtype:
-    """Returns the dtype in which a run of that precision keeps parameters and buffers."""
+    """Returns the dtype in which a run of that precision keeps all parameters that do not decide."""
     return torch.bfloat16 if precision == "bfloat16_only" else torch.float32
 
 
 def store_in(model: Transformer, dtype: torch.dtype) -> None:
-    """Stores a model's parameters and floating buffers in `dtype`, so that no pass casts them
-    again.
-
-    A float32 model stays as it is.
-    """
-    if dtype == torch.float32:
-        return
-    model.to(dtype)
+    """Stores a model's parameters in `dtype`, so that no pass casts them again."""
+    if dtype != torch.float32:
+        model.to(dtype)
 
 
 def forward_in(
@@ -76,11 +73,18 @@ def forward_in(
 
 def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns differentiable copies in `dtype` of the weights of matrix products, by name."""
+    products = product_weights(model)
     return {
         name: parameter.to(dtype)
         for name, parameter in model.named_parameters()
-        if enters_a_product(name)
+        if name in products
     }
+
+
+def product_weights(model: Transformer) -> set[str]:
+    """Returns the names of the parameters that products take in a low precision."""
+    named = {name for name, _ in model.named_parameters() if enters_a_product(name)}
+    return named - {name for name, _, _ in deciding(model)}
 
 
 def enters_a_product(name: str) -> bool:

@@ -5,10 +5,11 @@ class names what its parameters are, in `roles`. The number of dimensions decide
 and a router have two as well.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 Part = Literal["body", "embedding", "head", "router", "gate", "norm"]
 Kind = Literal["matrix", "bank", "table", "vector", "unknown"]
@@ -63,6 +64,18 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
             key = f"{path}.{name}" if path else name
             found[key] = Role(own, kind, maps.get(name, 1), decays)
     return found
+
+
+def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields what keeps float32 in any cast of the model: its name, its module, and its name there.
+
+    That is every buffer, which learns without a gradient, and what a module names in `keeps_float32`:
+    a rounded bias or threshold decides otherwise, and small steps no longer move it.
+    """
+    for path, module in model.named_modules():
+        for name in (*getattr(module, "keeps_float32", ()), *module._buffers):
+            if isinstance(getattr(module, name), Tensor):
+                yield (f"{path}.{name}" if path else name), module, name
 
 
 def _part_of(path: str) -> Part:

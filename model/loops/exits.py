@@ -10,7 +10,7 @@ Legend: R loops, B sequences, S positions, D model width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ _FORM = (
 
 class ExitGate(nn.Module):
     """Computes g from the rows that the read-out reads; before training λ is ½ everywhere."""
+
+    keeps_float32: ClassVar = ("weight", "bias")
 
     def __init__(self, d_model: int) -> None:
         super().__init__()

@@ -64,6 +64,7 @@ class Halting(nn.Module):
         init = uniform(d_model**-0.5)
         self.hidden = Linear(d_model, d_model, init=init, bias=True, bias_init=init)
         self.output = Linear(d_model, 2, init=zeros)
+        self.hidden.keeps_float32, self.output.keeps_float32 = ("weight", "bias"), ("weight",)
 
     def gate(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the probabilities to continue and to halt after this state, each (B, S)

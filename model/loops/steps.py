@@ -130,7 +130,7 @@ class DepthSteps:
         if step.loop is not None:
             scale *= self._core_scale
         draws = self._draws_of(step, live)
-        context = replace(context, cache=cache, residual_scale=scale, draws=draws)
+        context = replace(context, step=step, cache=cache, residual_scale=scale, draws=draws)
         x_BSD, report = self._layers[step.member](x_BSD, context)
         if self.measures is not None:
             self.measures.see_routes(step, report.get("feed_forward"))

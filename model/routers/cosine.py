@@ -21,7 +21,7 @@ R dimensions of the sphere.
 """
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,7 @@ class CosineRouter(CapacityRouter):
 
     Config = CosineConfig
     config: CosineConfig
+    keeps_float32: ClassVar = ("log_temperature",)
 
     def __init__(
         self, config: CosineConfig, d_row: int, num_experts: int, *, init: Initializer
@@ -130,9 +131,8 @@ class CosineRouter(CapacityRouter):
             chosen_TK, experts_TK = save_topk(logits_TE, config.top_k)
             weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=config.top_k > 1)
             return Choice(experts_TK, weights_TK, logits_TE)
-        cosine_TE = F.normalize(z_TR, dim=-1) @ F.normalize(embedding_ER, dim=-1).T
-        logits_TE = (cosine_TE * torch.exp(-self.log_temperature.to(dtype))).to(wide)
-        cosine_TE = cosine_TE.to(wide)
+        cosine_TE = (F.normalize(z_TR, dim=-1) @ F.normalize(embedding_ER, dim=-1).T).to(wide)
+        logits_TE = cosine_TE * torch.exp(-self.log_temperature.to(wide))
         chosen_TK, experts_TK = save_topk(logits_TE, config.top_k)
         sigmoid = config.gate == "sigmoid"
         weights_TK = (

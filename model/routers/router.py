@@ -125,6 +125,11 @@ class Router(nn.Module):
     Config: ClassVar[type[RouterConfig]]
     backend: str = "auto"  # of the experts (`kernels.backend`); Triton's has router kernels
     carried: tuple[str, ...] = ()  # names of the statistics for `after_step`
+    reads_step: ClassVar[bool] = (
+        False  # whether `forward` takes `step`, the DepthStep that it is in
+    )
+    # Biases and temperatures that no precision of the run rounds; it never rounds buffers.
+    keeps_float32: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, d_row: int, num_experts: int, *, init: Initializer) -> None:
         super().__init__()

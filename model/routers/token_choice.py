@@ -12,7 +12,7 @@ expert's output changes only the logits of rows that chose it: a share K/E of al
 Legend: T rows, D their width, E experts, K experts chosen.
 """
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -70,6 +70,7 @@ class TokenChoiceRouter(CapacityRouter):
 
     Config = TokenChoiceConfig
     config: TokenChoiceConfig
+    keeps_float32: ClassVar = ("bias",)
 
     def __init__(
         self, config: TokenChoiceConfig, d_row: int, num_experts: int, *, init: Initializer

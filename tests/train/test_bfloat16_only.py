@@ -1,6 +1,7 @@
-"""train.precision="bfloat16_only" keeps nothing in float32, and resumes bit for bit."""
+"""train.precision="bfloat16_only" keeps only what decides in float32, and resumes bit for bit."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from moebius.cli.main import main
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.export.hf.model_folder import export
+from moebius.model.execution.precision import product_weights, store_in
 from moebius.model.layers import LayerNorm, router_logits
+from moebius.model.transformer import Transformer
 from moebius.planning.simulation.calls import ranks_of
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.evaluate import evaluate
@@ -51,7 +54,7 @@ def train_in(config: Config, run_dir: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["mixture_of_tokens", "deepseek"])
-def test_parameters_gradients_moments_and_buffers_are_bfloat16(
+def test_parameters_gradients_and_moments_are_bfloat16_and_buffers_float32(
     name: str, data: Path, tmp_path: Path
 ) -> None:
     config = config_of(data, name)
@@ -70,14 +73,50 @@ def test_parameters_gradients_moments_and_buffers_are_bfloat16(
         gradients = [p.grad for p in run.parameters if p.grad is not None]
         assert len(gradients) == len(run.parameters)
         assert residuals == {torch.bfloat16}
-        for tensors in (
-            run.parameters,
-            gradients,
-            moments,
-            list(run.model.buffers()),
-        ):
-            assert {tensor.dtype for tensor in tensors} <= {torch.bfloat16}
+        for tensors in (run.parameters, gradients, moments):
+            assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in run.model.buffers()} <= {torch.float32}
         assert sum(moment.abs().sum().item() for moment in moments) > 0
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half()])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("deepseek", ["feed_forward.router.selection_bias"]),
+        ("transition", ["feed_forward.router.mean_logit"]),
+        ("x_moe", ["feed_forward.router.log_temperature"]),
+        ("gpt_oss_small", ["feed_forward.router.bias"]),
+        ("ouro_moe", ["loops.exit_gate.weight", "loops.exit_gate.bias"]),
+        ("sut", ["halting.hidden.weight", "halting.hidden.bias", "halting.output.weight"]),
+        ("moeut", []),
+    ],
+)
+def test_no_cast_rounds_what_decides(
+    name: str, kept: list[str], cast: Callable[[Transformer], Transformer]
+) -> None:
+    model = Transformer(tiny_config(name))
+    for tensor in model.state_dict().values():
+        tensor.uniform_(-0.1, 0.1)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    after = cast(model).state_dict()
+    decides = [key for key in after if key.endswith(tuple(kept))] if kept else []
+    assert sorted(key for key in after if after[key].dtype == torch.float32) == sorted(decides)
+    assert all(torch.equal(after[key], before[key]) for key in decides)
+    assert not product_weights(model) & set(decides)  # mixed precision and exports round the others
+    assert {tensor.dtype for tensor in model.double().state_dict().values()} == {torch.float64}
+    model.float().to(torch.bfloat16)(torch.zeros(8, 4, dtype=torch.int64))
+
+
+def test_a_selection_bias_moves_by_its_rate_wherever_it_is() -> None:
+    model = Transformer(tiny_config("deepseek").changed({"feed_forward.router.bias_rate": 1e-3}))
+    store_in(model, torch.bfloat16)
+    [(_, _, router)] = [*model.routers()][:1]
+    router.get_buffer("selection_bias").fill_(0.5)  # where bfloat16's next number is 4e-3 away
+    load_E = torch.arange(router.num_experts).float()
+    router.after_step(0, {"load": load_E})
+    moved_E = router.get_buffer("selection_bias") - 0.5
+    assert moved_E == pytest.approx(1e-3 * (load_E.mean() - load_E).sign(), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", slow_but(RESUMED, "moeut"))
@@ -92,7 +131,9 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
     for key in ("loss", "grad_norm", "regularisation"):
         assert [found[at][key] for at in (3, 4)] == [expected[at][key] for at in (3, 4)]
     state, resumed = newest_state(whole), newest_state(parted)
-    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    decides = ("bias", "temperature")  # and its moments
+    wide = {key for key, tensor in state.items() if tensor.dtype == torch.float32}
+    assert wide == {key for key in state if ".router." in key and key.endswith(decides)}
     assert different(state, resumed) == []
 
 

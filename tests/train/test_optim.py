@@ -104,47 +104,37 @@ def test_the_rate_of_muons_matrices_is_logged_if_it_is_their_own() -> None:
     assert muon_rate(OptimConfig(kind="muon"), 5e-4) == {}
 
 
-def test_gpus_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-
-    def is_fused() -> bool:
-        return make_optimizer(OptimConfig(), [("weight", weight)]).param_groups[0]["fused"]
-
-    assert not is_fused()
-    monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda"), raising=False)
-    assert is_fused()
-
-
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "fused"), [((32, 3), True), ((8, 8), True), ((33, 3), False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(32, 3), (8, 8), (33, 3), (1, 1)])
 def test_experts_are_updated_alike_in_any_slot_and_by_any_thread(
-    shape: tuple[int, int], fused: bool, dtype: torch.dtype
+    shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Else copies of an expert would drift apart, and moved ones from those that stay."""
     generator = torch.Generator().manual_seed(0)
     bank = torch.randn(101, *shape, generator=generator).to(dtype)
     grads = [1e-2 * torch.randn(bank.shape, generator=generator).to(dtype) for _ in range(20)]
 
-    def updated(parts: list[torch.Tensor], num_threads: int) -> torch.Tensor:
-        parameters = [torch.nn.Parameter(part.clone()) for part in parts]
+    def updated(parts: list[torch.Tensor], num_threads: int, dim: int = 0) -> torch.Tensor:
+        parameters = [torch.nn.Parameter(part.contiguous().clone()) for part in parts]
         named = [(str(place), parameter) for place, parameter in enumerate(parameters)]
         optimizer = make_optimizer(OptimConfig(learning_rate=1e-2), named)
-        assert [group["fused"] for group in optimizer.param_groups] == [fused]
+        assert [group["fused"] for group in optimizer.param_groups] == [True]
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         for grad in grads:
-            for parameter, part in zip(
-                parameters, grad.split([len(p) for p in parts]), strict=True
-            ):
+            cuts = grad.split([p.shape[dim] for p in parts], dim)
+            for parameter, part in zip(parameters, cuts, strict=True):
                 parameter.grad = part
             optimizer.step()
         torch.set_num_threads(before)
-        return torch.cat([parameter.detach() for parameter in parameters])
+        return torch.cat([parameter.detach() for parameter in parameters], dim)
 
     whole = updated([bank], 3)
     assert torch.equal(whole, updated(list(bank.split(1)), 1))
     assert torch.equal(whole, updated([bank[:7], bank[7:60], bank[60:]], 2))
+    for dim in (1, 2):  # as FSDP cuts inside a bank
+        assert torch.equal(whole, updated(list(bank.split(5, dim)), 1, dim))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -43,7 +43,8 @@ class TrainConfig(BaseModel):
 
     precision: Precision = "float32"
     """Precision of the run. "bfloat16" applies to matrix products, while decisions, norms and
-    weights stay float32. "bfloat16_only" applies to everything stored, including AdamW's moments.
+    weights stay float32. "bfloat16_only" applies to all weights, AdamW's moments and router logits;
+    selection biases, temperatures and exit gates stay float32.
     """
 
     recompute: Recompute = "none"
