@@ -52,7 +52,8 @@ def train_here(
         try:
             if not launch.prepares_data:
                 with show_preparation(console) as on_progress:
-                    prepare(config.prepare, config.data.directory, on_progress=on_progress)
+                    where = config.data.directory
+                    prepare(config.prepare, where, on_progress=on_progress, for_run=True)
             launch = begin_run(config, launch, console)
             status = _run_and_show(launch, this_machine, console)
         finally:

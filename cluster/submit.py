@@ -178,7 +178,8 @@ def needs_no_cluster(config: PrepareConfig) -> bool:
 
 def _prepare(config: Config, console: Console, pool: TaskPool | None = None) -> None:
     with show_preparation(console) as on_progress:
-        prepare(config.prepare, config.data.directory, pool=pool, on_progress=on_progress)
+        where = config.data.directory
+        prepare(config.prepare, where, pool=pool, on_progress=on_progress, for_run=True)
 
 
 def _is_going_on(run_dir: Path) -> bool:

@@ -73,10 +73,12 @@ from .unfinished import (
     begin,
     claimed,
     clear,
+    compare_files,
     finished,
     forget_quarantined,
     in_words_of,
     read_quarantined,
+    record_files,
     temporary_files,
     write_quarantined,
 )
@@ -96,11 +98,12 @@ def prepare(
     pool: TaskPool | None = None,
     on_progress: Callable[[PrepareProgress], None] | None = None,
     on_poison: OnPoison = "auto",
+    for_run: bool = False,
 ) -> DatasetManifest:
     """Prepares the data of `config` in `directory`, and returns its manifest.
 
-    Returns at once if the folder is complete; continues an interrupted preparation; waits for another
-    process that prepares the same folder.
+    Prepares nothing if the folder is complete and its files are as they were; continues an interrupted
+    preparation; waits for another process that prepares the same folder.
 
     Args:
         config: the section `prepare`.
@@ -109,6 +112,7 @@ def prepare(
             another in this process.
         on_progress: called after every task.
         on_poison: the policy for units that cannot be prepared.
+        for_run: a run reads the folder, which needs no input once it is complete.
 
     Raises:
         InputError: input cannot be read.
@@ -146,7 +150,10 @@ def prepare(
                     forget(folder)  # the cache of a pool in this process
                 manifest = read_manifest(folder)
             clear(folder)
-    elif os.access(folder, os.W_OK) and (
+        return manifest
+    if not for_run:
+        compare_files(config, folder, tell)
+    if os.access(folder, os.W_OK) and (
         (folder / UNFINISHED).exists() or any(temporary_files(folder))
     ):
         with claimed(folder, on_wait=lambda: None):
@@ -163,6 +170,18 @@ def _log_news(progress: PrepareProgress) -> None:
 def _needs_no_pool(units: Sequence[Unit]) -> bool:
     """Returns whether the input is only the embedded corpus, which every process reads whole (3 s)."""
     return all(split.kind == EMBEDDED for unit in units for split in unit.splits)
+
+
+def check_files(config: PrepareConfig, directory: str | Path, tell: Callable[[str], None]) -> None:
+    """Compares the files of a finished folder with those named now (`unfinished.compare_files`).
+
+    Raises:
+        PrepareError: they differ, or the folder holds other data.
+    """
+    folder = Path(directory).absolute()
+    config = in_words_of(folder, config)
+    if finished(config, folder) is not None:
+        compare_files(config, folder, tell)
 
 
 def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest | None:
@@ -241,6 +260,7 @@ class _Preparation:
             if not self._committer.num_train_tokens(source):
                 raise self._nothing_left(source)
         quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
+        record_files(self._config, self._folder, self._units)
         self._committer.complete(self._chooser.counts, quarantined, self._units)
 
     def _recall(self) -> None:

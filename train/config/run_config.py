@@ -10,7 +10,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.prepare_config import PrepareConfig
@@ -52,6 +59,19 @@ class Config(BaseModel):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     job: JobConfig = JobConfig()
+
+    _names_text: bool = PrivateAttr(default=False)
+
+    @property
+    def names_text(self) -> bool:
+        """Returns whether a user has just named the text, so that prepared data must be of it."""
+        return self._names_text
+
+    def naming_text(self) -> Self:
+        """Returns the configuration, marked as one whose text a user has just named."""
+        marked = self.model_copy()
+        marked._names_text = True
+        return marked
 
     @property
     def world_size(self) -> int:

@@ -76,6 +76,8 @@ def place_data(config: Config, root: Path) -> Config:
     directory = Path(
         config.data.directory or root / "data" / config.prepare.spec_hash[:12]
     ).absolute()
+    if not config.data.directory:
+        config = config.naming_text()
     return count_epochs(
         config.model_copy(
             update={"data": config.data.model_copy(update={"directory": str(directory)})}
@@ -124,7 +126,7 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     saved = run_dir / "config.json"
     if saved.exists():
         before = Config.load(saved)
-        if _has_trained(run_dir):
+        if has_trained(run_dir):
             _check_same_source(source, run_dir)
             return check_same_run(before.model_dump(mode="json"), config, run_dir)
     elif any(run_dir.iterdir()):
@@ -194,7 +196,7 @@ def end_is_asked(run_dir: Path) -> bool:
     return (run_dir / "stop").exists() or (run_dir / "pause").exists()
 
 
-def _has_trained(run_dir: Path) -> bool:
+def has_trained(run_dir: Path) -> bool:
     """Returns whether a step was made or saved here."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
