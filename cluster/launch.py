@@ -40,6 +40,7 @@ from ..train.record.run_folder import (
     count_epochs,
     has_trained,
     open_run,
+    passes_note,
     read_source,
 )
 from ..train.record.untrusted import read_text
@@ -161,6 +162,8 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
         check_data(config, run_dir, is_whole=not launch.prepares_data)
+        if note := passes_note(config):
+            console.print(Text(note), soft_wrap=True)
     before = Config.load(run_dir / CONFIG) if step else config
     was = before.optim.over(before.train.steps)
     for note in schedule_notes(config.optim, config.train.steps, before=was, done=step or 0):

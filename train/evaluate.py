@@ -22,6 +22,16 @@ from .config.run_config import Config
 from .micro_batches import document_use
 
 
+class NothingToMeasureError(ValueError):
+    """Says that no target of a split counts in the loss."""
+
+    def __init__(self, config: Config, split: str):
+        super().__init__(
+            f"{config.data.directory}: no target of the split {split!r} counts in the loss, so there is "
+            "nothing to measure: check the data's loss mask (prompts without answers?), or hold out more"
+        )
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Holds the mean cross-entropy (nats per token) over `tokens` counted tokens."""
@@ -109,6 +119,18 @@ def read_rows(
         )
 
 
+def check_validation(config: Config) -> None:
+    """Checks that some target counts among the rows that a run evaluates.
+
+    Raises:
+        NothingToMeasureError: none does.
+        ShardError: the split is shorter than one row.
+    """
+    rows = read_rows(config, torch.device("cpu"), max_rows=config.train.eval_rows or None)
+    if not any(some.asked_BS.any() for some in rows):
+        raise NothingToMeasureError(config, "validation")
+
+
 @torch.no_grad()
 def evaluate(
     model: Transformer,
@@ -126,7 +148,7 @@ def evaluate(
     places in an evaluation capacity.
 
     Raises:
-        ValueError: no target of the split counts.
+        NothingToMeasureError: no target of the split counts.
     """
     dtype, options = products_dtype(config.train.precision), PassOptions(exit_rule=exit_rule)
     sums = torch.zeros(4, dtype=torch.float64, device=process.device)
@@ -155,8 +177,5 @@ def evaluate(
     dist.all_reduce(sums)
     loss, tokens, loops, num_rows = sums.tolist()
     if not tokens:
-        raise ValueError(
-            f"{config.data.directory}: no target of the split {split!r} counts in the loss, so "
-            "there is nothing to measure: check the data's loss mask (prompts without answers?)"
-        )
+        raise NothingToMeasureError(config, split)
     return Evaluation(loss / tokens, int(tokens), loops / num_rows if num_rows else None)

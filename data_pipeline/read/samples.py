@@ -7,7 +7,7 @@ divides its samples into steps and ranks; `moebius data peek` shows them.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,14 @@ from .packing import PLAN_VERSION
 from .rows import Prepared, RowReader, check_names, too_short
 
 _DIGEST_BITS = 31
+
+
+class Passes(NamedTuple):
+    """Says how often a source is read, and how many tokens it has."""
+
+    count: float
+    source: str
+    tokens: int
 
 
 class OrderedSamples:
@@ -176,6 +184,24 @@ class OrderedSamples:
             if rows.complete and rows.max_epochs and count > known:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
+
+    def passes(self, samples: int) -> Passes | None:
+        """Returns how often the first samples read the source that they repeat most.
+
+        None while the folder grows, because the length of its sources is not known.
+        """
+        manifest = self.prepared.manifest
+        if not manifest.complete:
+            return None
+        counts = zip(self.mixture.names, self.mixture.rows_before(samples).tolist(), strict=True)
+        tokens = {
+            name: sum(segment.num_tokens("train") for segment in manifest.segments(name))
+            for name in self.mixture.names
+        }
+        return max(
+            Passes(count * self._data.seq_len / tokens[name], name, tokens[name])
+            for name, count in counts
+        )
 
     def num_rows(self) -> int:
         """Counts the rows of all sources, which may make their plans of rows."""

@@ -18,7 +18,6 @@ from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.corruption import open_fetcher
 from ...data_pipeline.read.loader import Loader
-from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
@@ -33,6 +32,7 @@ from ...distributed.checkpoint.source import Source as Source
 from ...plugins import some_of
 from ..config.run_config import Config, ConfigError
 from ..config.validation import validated
+from ..evaluate import check_validation
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
 # what it computes.
@@ -61,6 +61,13 @@ _KEYS_THAT_MAY_CHANGE = {
     "train.profile",
     "train.sinks",
 }
+
+
+# Up to here, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
+_MANY_PASSES = 4
+_ADVICE_ON_PASSES = (
+    "after some four, repeated text adds ever less, and the model begins to learn it by heart"
+)
 
 
 def default_run_dir(config: Config, root: Path) -> Path:
@@ -106,6 +113,21 @@ def count_epochs(config: Config) -> Config:
     return config.model_copy(update={"train": train.model_copy(update={"epochs": epochs})})
 
 
+def passes_note(config: Config) -> str:
+    """Says how often a run reads its prepared data; "" while that is not known."""
+    data, steps = config.data, config.train.steps
+    if not is_prepared(data.directory):
+        return ""
+    samples = OrderedSamples(data, open_fetcher(data))
+    if (passes := samples.passes(steps * config.train.global_batch)) is None:
+        return ""
+    count, source, tokens = passes
+    number = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+    of = f" of source {source!r}" if len(samples.mixture.names) > 1 else ""
+    words = f"{steps:,} steps over {tokens:,} tokens{of} are {number} pass{'es' * (number != '1')}"
+    return f"{words}: {_ADVICE_ON_PASSES}" if count > _MANY_PASSES else words
+
+
 def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
     """Creates the run folder with its config.json and source.json, or opens an existing one.
 
@@ -133,6 +155,7 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
+    config.check_mixture()
     if source is None:
         (run_dir / SOURCE).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCE_FILES, ignore_errors=True)
@@ -163,6 +186,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
 
     Raises:
         DataError: every rank would refuse the data.
+        NothingToMeasureError: no validation target counts.
         CheckpointError: what the run starts from is gone or has changed.
     """
     data, train, position = config.data, config.train, None
@@ -185,7 +209,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         order = None if data.override_position else position
         with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
             loader.samples.check_enough(train.steps * batch)
-        SplitReader(data.directory, "validation", seq_len=data.seq_len).require_rows()
+        check_validation(config)
 
 
 def end_is_asked(run_dir: Path) -> bool:
