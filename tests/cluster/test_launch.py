@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,12 +27,13 @@ from moebius.cluster.launch import (
 from moebius.cluster.report.run_report import read_report
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
-from moebius.train.record.run_folder import place_data
+from moebius.train.record.run_folder import passes_note, place_data
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,17 @@ def test_a_run_says_where_it_continues_once_nothing_is_left_to_refuse_it(run_dir
         assert "continues" not in said.partition("refused: ")[0]
         assert not (run_dir / JOURNAL).exists()
     said = start(run_dir, train={"steps": 9})
+    assert re.match(r"9 steps over [\d,]+ tokens are 0\.\d+ passes\n", said)
     assert said.endswith("continues from the checkpoint of step 2, to step 9\n")
+
+
+def test_a_run_of_many_passes_is_advised_against(run_dir, tmp_path):
+    config = Config.load(run_dir / "config.json")
+    many = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3000})})
+    tokens = read_manifest(config.data.directory).num_tokens("train")
+    passes = f"{3000 * 4 * 64 / tokens:,.0f} passes: after some four, repeated text adds ever less"
+    assert f"3,000 steps over {tokens:,} tokens are {passes}" in passes_note(many)
+    assert not passes_note(place_data(Config(), tmp_path))
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
