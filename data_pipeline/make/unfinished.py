@@ -294,13 +294,8 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> str:
         return f"{folder} {problem}; it had sealed nothing and is started over"
     began = (read_record(path) or plan).get("stamps", {})
     touched = [url for url, stamp in plan["stamps"].items() if began.get(url, stamp) != stamp]
-    return (
-        touched
-        and (
-            f"{folder} was begun before {some_of(touched)} was last written to: if the text has changed, "
-            "prepare it into a new folder"
-        )
-    ) or ""
+    words = f"{folder} was begun before {some_of(touched)} was last written to: prepare a new folder if "
+    return f"{words}its text has changed" if touched else ""
 
 
 def _without_stamps(unit: Unit) -> dict[str, Any]:

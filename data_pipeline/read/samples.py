@@ -27,7 +27,7 @@ _DIGEST_BITS = 31
 class Passes(NamedTuple):
     """Says how often a source is read, and how many tokens it has."""
 
-    count: float
+    times: float
     source: str
     tokens: int
 

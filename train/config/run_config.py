@@ -62,7 +62,7 @@ class Config(BaseModel):
     def naming_text(self) -> Self:
         """Returns an equal configuration whose `names_text` is true; it is not saved."""
         marked = self.model_copy()
-        marked.__dict__["names_text"] = True
+        object.__setattr__(marked, "names_text", True)
         return marked
 
     @property

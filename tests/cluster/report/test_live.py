@@ -10,7 +10,7 @@ import pytest
 from jobs import wait_for
 from rich.console import Console
 
-from moebius.cluster.job import Journal, RootCause, State, as_details
+from moebius.cluster.job import Journal, RootCause, State, as_details, read_status
 from moebius.cluster.liveness import beat
 from moebius.cluster.report.history import ExpertLoad
 from moebius.cluster.report.live import (
