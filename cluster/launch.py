@@ -26,9 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..data_pipeline.errors import PrepareError
 from ..data_pipeline.files import write_atomically
-from ..data_pipeline.make.prepare import check_files
 from ..plugins import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
@@ -38,7 +36,6 @@ from ..train.record.run_folder import (
     Source,
     check_data,
     count_epochs,
-    has_trained,
     open_run,
     passes_note,
     read_source,
@@ -119,8 +116,6 @@ def opened_folder(
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
-        if config.names_text:
-            _compare_files(config, run_dir, console)
         for note in rate_notes(config.optim):
             console.print(Text(note, style="yellow"))
         yield
@@ -130,20 +125,6 @@ def opened_folder(
             with contextlib.suppress(OSError):  # there is more
                 for folder in made[1:]:
                     folder.rmdir()
-
-
-def _compare_files(config: Config, run_dir: Path, console: Console) -> None:
-    """Refuses a finished folder of other text than a user has named, unless a run goes on with it."""
-
-    def tell(words: str) -> None:
-        console.print(Text(words, style="yellow"), soft_wrap=True)
-
-    try:
-        check_files(config.prepare, config.data.directory, tell)
-    except PrepareError as error:
-        if not has_trained(run_dir):
-            raise
-        tell(f"the run goes on with its data as it was prepared, although {error}")
 
 
 def begin_run(config: Config, launch: Launch, console: Console) -> Launch:

@@ -51,7 +51,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
-        **({} if passes is None else {"passes": round(passes.times, 4)}),
+        **({} if passes is None else {"passes": round(passes[0], 4)}),
         **expert_metrics(sums),
         **exchange_metrics(sums, ep=run.mesh.layout.ep, on_host=run.process.device.type == "cpu"),
     )

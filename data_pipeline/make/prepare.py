@@ -88,6 +88,7 @@ from .vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 _MAX_REASON_CHARS = 2000
+IfChanged = Literal["refuse", "tell", "ignore"]
 _Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
 
 
@@ -98,7 +99,7 @@ def prepare(
     pool: TaskPool | None = None,
     on_progress: Callable[[PrepareProgress], None] | None = None,
     on_poison: OnPoison = "auto",
-    for_run: bool = False,
+    if_changed: IfChanged = "refuse",
 ) -> DatasetManifest:
     """Prepares the data of `config` in `directory`, and returns its manifest.
 
@@ -112,7 +113,8 @@ def prepare(
             another in this process.
         on_progress: called after every task.
         on_poison: the policy for units that cannot be prepared.
-        for_run: a run reads the folder, which needs no input once it is complete.
+        if_changed: what to do if the folder is complete and its files have changed since; "ignore"
+            needs no input.
 
     Raises:
         InputError: input cannot be read.
@@ -151,8 +153,13 @@ def prepare(
                 manifest = read_manifest(folder)
             clear(folder)
         return manifest
-    if not for_run:
-        compare_files(config, folder, tell)
+    if if_changed != "ignore":
+        try:
+            compare_files(config, folder, tell)
+        except PrepareError as error:
+            if if_changed == "refuse":
+                raise
+            tell(f"the run goes on with its data as it is, although {error}")
     if os.access(folder, os.W_OK) and (
         (folder / UNFINISHED).exists() or any(temporary_files(folder))
     ):
@@ -170,18 +177,6 @@ def _log_news(progress: PrepareProgress) -> None:
 def _needs_no_pool(units: Sequence[Unit]) -> bool:
     """Returns whether the input is only the embedded corpus, which every process reads whole (3 s)."""
     return all(split.kind == EMBEDDED for unit in units for split in unit.splits)
-
-
-def check_files(config: PrepareConfig, directory: str | Path, tell: Callable[[str], None]) -> None:
-    """Compares the files of a finished folder with those named now (`unfinished.compare_files`).
-
-    Raises:
-        PrepareError: they differ, or the folder holds other data.
-    """
-    folder = Path(directory).absolute()
-    config = in_words_of(folder, config)
-    if finished(config, folder) is not None:
-        compare_files(config, folder, tell)
 
 
 def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest | None:

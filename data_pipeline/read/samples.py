@@ -7,7 +7,7 @@ divides its samples into steps and ranks; `moebius data peek` shows them.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,6 @@ from .packing import PLAN_VERSION
 from .rows import Prepared, RowReader, check_names, too_short
 
 _DIGEST_BITS = 31
-
-
-class Passes(NamedTuple):
-    """Says how often a source is read, and how many tokens it has."""
-
-    times: float
-    source: str
-    tokens: int
 
 
 class OrderedSamples:
@@ -185,10 +177,10 @@ class OrderedSamples:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
 
-    def passes(self, samples: int) -> Passes | None:
-        """Returns how often the first samples read the source that they repeat most.
+    def passes(self, samples: int) -> tuple[float, str, int] | None:
+        """Returns how often the first samples read the source that they repeat most; its name and tokens.
 
-        None while the folder grows, because the length of its sources is not known.
+        None while the folder grows.
         """
         manifest = self.prepared.manifest
         if not manifest.complete:
@@ -199,7 +191,7 @@ class OrderedSamples:
             for name in self.mixture.names
         }
         return max(
-            Passes(count * self._data.seq_len / tokens[name], name, tokens[name])
+            (count * self._data.seq_len / tokens[name], name, tokens[name])
             for name, count in counts
         )
 

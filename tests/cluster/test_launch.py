@@ -25,7 +25,6 @@ from moebius.cluster.launch import (
     opened_folder,
 )
 from moebius.cluster.report.run_report import read_report
-from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -33,7 +32,7 @@ from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
-from moebius.train.record.run_folder import passes_note, place_data
+from moebius.train.record.run_folder import if_changed, passes_note, place_data
 
 
 @pytest.fixture(scope="module")
@@ -115,34 +114,26 @@ def test_epochs_are_counted_in_prepared_data_and_a_new_length_is_told(run_dir, p
 
 
 def test_text_that_a_user_names_must_be_that_of_its_folder(run_dir, tmp_path):
-    """But a run that has begun goes on, and one whose text nobody names again reads the folder alone."""
+    """But a run that has begun goes on, and one whose text nobody names again needs none."""
     shards, text = prepare_bytes(tmp_path), tmp_path / "text.jsonl"
-    stored = Config.load(run_dir / "config.json")
-    words = [
-        f"data.directory={shards}",
-        "data.override_position=true",
-        "prepare.validation_fraction=0.2",
-        "prepare.tokenizer=bytes",
-    ]
-    named = resolve(
-        "config.json", [*words, f"prepare.input=['{text}']"], {"config.json": lambda: stored}
-    )
+    words = ["prepare.tokenizer=bytes", "prepare.validation_fraction=0.2", "data.directory="]
+    recipe = {"recipe": lambda: Config.load(run_dir / "config.json")}
+    named = resolve("recipe", [*words, f"prepare.input=['{text}']"], recipe)
+    placed = place_data(resolve("recipe", words, recipe), tmp_path)  # where only its text is known
+    stored = Config.model_validate(placed.model_dump())
+    assert placed == stored
+    for config, folder, expected in (
+        (named, tmp_path / "new", "refuse"),
+        (placed, tmp_path / "new", "refuse"),
+        (named, run_dir, "tell"),
+        (stored, tmp_path / "new", "ignore"),
+    ):
+        assert if_changed(config, folder) == expected
     with open(text, "a") as file:
         file.write('{"text": "one more line"}\n')
-    for config, folder, refused in (
-        (named, tmp_path / "new", True),
-        (named, run_dir, False),
-        (Config.model_validate(named.model_dump()), tmp_path / "new", False),
-    ):
-        said = io.StringIO()
-        with contextlib.suppress(KeyboardInterrupt, PrepareError):
-            with opened_folder(config, folder, Console(file=said)):
-                assert not refused
-                assert ("the run goes on" in said.getvalue()) == (config is named)
-                raise KeyboardInterrupt
-    placed = place_data(Config(), tmp_path)
-    assert placed.names_text
-    assert not Config.model_validate(placed.model_dump()).names_text
+    said: list[str] = []
+    prepare(named.prepare, shards, if_changed="tell", on_progress=lambda one: said.append(one.news))
+    assert [news for news in said if news.startswith("the run goes on with its data as it is")]
 
 
 def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):

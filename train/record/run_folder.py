@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
@@ -65,9 +65,6 @@ _KEYS_THAT_MAY_CHANGE = {
 
 # Up to here, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
 _MANY_PASSES = 4
-_ADVICE_ON_PASSES = (
-    "after some four, repeated text adds ever less, and the model begins to learn it by heart"
-)
 
 
 def default_run_dir(config: Config, root: Path) -> Path:
@@ -125,7 +122,8 @@ def passes_note(config: Config) -> str:
     number = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
     of = f" of source {source!r}" if len(samples.mixture.names) > 1 else ""
     words = f"{steps:,} steps over {tokens:,} tokens{of} are {number} pass{'es' * (number != '1')}"
-    return f"{words}: {_ADVICE_ON_PASSES}" if count > _MANY_PASSES else words
+    many = ": after some four, repeated text adds ever less, and the model learns it by heart"
+    return words + many * (count > _MANY_PASSES)
 
 
 def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
@@ -148,7 +146,7 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     saved = run_dir / "config.json"
     if saved.exists():
         before = Config.load(saved)
-        if has_trained(run_dir):
+        if _has_trained(run_dir):
             _check_same_source(source, run_dir)
             return check_same_run(before.model_dump(mode="json"), config, run_dir)
     elif any(run_dir.iterdir()):
@@ -212,6 +210,16 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         check_validation(config)
 
 
+def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "ignore"]:
+    """Returns what to do if the run's data was prepared from other text than is there now.
+
+    A run that has begun goes on with it, and one whose text nobody has named needs no text.
+    """
+    if not config.names_text:
+        return "ignore"
+    return "tell" if _has_trained(run_dir) else "refuse"
+
+
 def end_is_asked(run_dir: Path) -> bool:
     """Returns whether the ranks must save and end at the next step boundary.
 
@@ -220,7 +228,7 @@ def end_is_asked(run_dir: Path) -> bool:
     return (run_dir / "stop").exists() or (run_dir / "pause").exists()
 
 
-def has_trained(run_dir: Path) -> bool:
+def _has_trained(run_dir: Path) -> bool:
     """Returns whether a step was made or saved here."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True

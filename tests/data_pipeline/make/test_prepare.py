@@ -500,7 +500,9 @@ def test_a_finished_folder_is_compared_with_its_files(texts, change, said):
     else:
         assert prepare(config, "d", pool=NothingToRun()) == made
         assert prepare(config, "d", pool=NothingToRun()) == made
-    assert prepare(config, "d", pool=NothingToRun(), for_run=True) == made  # never needs them
+    assert (
+        prepare(config, "d", pool=NothingToRun(), if_changed="ignore") == made
+    )  # never needs them
 
 
 def test_a_remote_file_is_compared_by_what_its_file_system_says(tmp_path):
