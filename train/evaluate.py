@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data_pipeline.errors import NothingToReadError
 from ..data_pipeline.read.corruption import open_fetcher
 from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
@@ -20,16 +21,6 @@ from ..model.loops.steps import PassOptions
 from ..model.transformer import Transformer
 from .config.run_config import Config
 from .micro_batches import document_use
-
-
-class NothingToMeasureError(ValueError):
-    """Says that no target of a split counts in the loss."""
-
-    def __init__(self, config: Config, split: str):
-        super().__init__(
-            f"{config.data.directory}: no target of the split {split!r} counts in the loss, so there is "
-            "nothing to measure: check the data's loss mask (prompts without answers?), or hold out more"
-        )
 
 
 @dataclass(frozen=True)
@@ -123,12 +114,18 @@ def check_validation(config: Config) -> None:
     """Checks that some target counts among the rows that a run evaluates.
 
     Raises:
-        NothingToMeasureError: none does.
-        ShardError: the split is shorter than one row.
+        NothingToReadError: none does, or there is no row.
     """
     rows = read_rows(config, torch.device("cpu"), max_rows=config.train.eval_rows or None)
     if not any(some.asked_BS.any() for some in rows):
-        raise NothingToMeasureError(config, "validation")
+        raise _no_target(config, "validation")
+
+
+def _no_target(config: Config, split: str) -> NothingToReadError:
+    return NothingToReadError(
+        f"{config.data.directory}: no target of the split {split!r} counts in the loss, so there is "
+        "nothing to measure: check the data's loss mask (prompts without answers?), or hold out more"
+    )
 
 
 @torch.no_grad()
@@ -148,7 +145,7 @@ def evaluate(
     places in an evaluation capacity.
 
     Raises:
-        NothingToMeasureError: no target of the split counts.
+        NothingToReadError: no target of the split counts.
     """
     dtype, options = products_dtype(config.train.precision), PassOptions(exit_rule=exit_rule)
     sums = torch.zeros(4, dtype=torch.float64, device=process.device)
@@ -177,5 +174,5 @@ def evaluate(
     dist.all_reduce(sums)
     loss, tokens, loops, num_rows = sums.tolist()
     if not tokens:
-        raise NothingToMeasureError(config, split)
+        raise _no_target(config, split)
     return Evaluation(loss / tokens, int(tokens), loops / num_rows if num_rows else None)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from ..data_pipeline.errors import NothingToReadError
 from ..data_pipeline.files import write_atomically
-from .evaluate import NothingToMeasureError, evaluate
+from .evaluate import evaluate
 from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .record.heartbeat import Phase
@@ -122,7 +123,7 @@ def evaluate_run(run: OpenRun) -> None:
     with run.heartbeat.during(Phase.EVAL):
         try:
             result = evaluate(run.model, run.config, run.process)
-        except NothingToMeasureError as error:  # on all ranks
+        except NothingToReadError as error:  # on all ranks
             if run.process.rank == 0:
                 logger.warning("step %d has no validation loss: %s", run.progress.step, error)
             return

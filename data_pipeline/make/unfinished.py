@@ -89,14 +89,13 @@ def compare_files(config: PrepareConfig, folder: Path, tell: Callable[[str], Non
     Raises:
         PrepareError: there are other files, or one has changed.
     """
-    known = read_record(folder / _FILES)
-    if known is None:  # made by an older version
-        completion = read_manifest(folder).completion
-        known = [(*file, "", "") for file in completion.inputs.items()] if completion else []
-        tell(f"{folder} has no record of its files: only their names and sizes are compared")
+    record, completion = read_record(folder / _FILES), read_manifest(folder).completion
+    assert completion is not None, "the folder is finished"
+    known = record or [(*file, "", "") for file in completion.inputs.items()]
     there = [name for name, *_ in known]
     try:
-        files = _files(config, plan_units(config))
+        units = plan_units(config)
+        files = _files(config, units) if record else _inputs(units)
     except InputError as error:
         gone = [name for name in there if os.path.isabs(name) and not os.path.exists(name)]
         if not gone:
@@ -110,24 +109,25 @@ def compare_files(config: PrepareConfig, folder: Path, tell: Callable[[str], Non
     pairs = list(zip(known, files, strict=True))
     if changed := [file.url for entry, file in pairs if not _is_same(file, *entry[1:])]:
         raise _made_of_others(folder, changed=changed)
-    if any(entry[2] != file.stamp for entry, file in pairs):
+    if record is None and any(file.stamp for file in files):
+        tell(f"{folder} is older than records of files: only their names and sizes were compared")
+    elif any(entry[2] != file.stamp for entry, file in pairs):
         with suppress(PrepareError):  # of another user; the next call hashes them again
             write_record(folder / _FILES, [(*file, entry[3]) for entry, file in pairs])
 
 
 def _files(config: PrepareConfig, units: Sequence[Unit]) -> list[FoundFile]:
     """Returns the files that determine what is prepared: input, evaluation sets and tokenizer."""
-    splits = {split.url: split for unit in units for split in unit.splits}
-    found = [FoundFile(url, split.size, split.stamp) for url, split in splits.items()]
     beside = [] if config.decontaminate is None else list(config.decontaminate.evaluation_sets)
     if config.loads_tokenizer:
-        folder = escape(config.tokenizer)
-        beside += [
-            config.tokenizer,
-            *sorted(glob(f"{folder}/tokenizer*") + glob(f"{folder}/chat*")),
-        ]
+        beside += [config.tokenizer, *sorted(glob(f"{escape(config.tokenizer)}/tokenizer*"))]
     paths = [os.path.abspath(path) for path in beside if os.path.isfile(path)]
-    return found + [find_files(path, bool)[0][0] for path in paths]
+    return _inputs(units) + [find_files(path, bool)[0][0] for path in paths]
+
+
+def _inputs(units: Sequence[Unit]) -> list[FoundFile]:
+    splits = {split.url: split for unit in units for split in unit.splits}
+    return [FoundFile(url, split.size, split.stamp) for url, split in splits.items()]
 
 
 def _is_same(file: FoundFile, size: int, stamp: str, digest: str) -> bool:

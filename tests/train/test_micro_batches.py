@@ -19,6 +19,7 @@ from small_model import MODEL
 from trained import assembled, check_near, different, gradients
 from world import run_ranks
 
+from moebius.data_pipeline.errors import NothingToReadError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
@@ -273,9 +274,7 @@ def test_a_run_goes_on_where_no_target_counts_and_logs_no_loss(tmp_path: Path, c
     prepare(PrepareConfig(input=(str(text),), validation_fraction=0.3, **values), folder)
     sizes = {"steps": 2, "global_batch": 1, "micro_batch": 1, "eval_rows": 1}
     config = make_config(folder, train=sizes)
-    with pytest.raises(
-        evaluation.NothingToMeasureError, match="no target of the split 'validation'"
-    ):
+    with pytest.raises(NothingToReadError, match="no target of the split 'validation'"):
         evaluation.check_validation(config)  # before a rank starts
     assert train(config, tmp_path / "run") == "finished"
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -183,8 +183,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         is_whole: whether the data has been prepared; else only its tokenizer may be known.
 
     Raises:
-        DataError: every rank would refuse the data.
-        NothingToMeasureError: no validation target counts.
+        DataError: every rank would refuse the data, or there is nothing to validate on.
         CheckpointError: what the run starts from is gone or has changed.
     """
     data, train, position = config.data, config.train, None
