@@ -310,7 +310,8 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
         restarts=sum(entry.state is State.RECOVERING for entry in current),
         step=newest["step"] if newest else None,
         total_steps=total_steps(run_dir),
-        loss=float(newest["loss"]) if newest else None,  # text if it is not finite
+        # text if it is not finite, None if no target counted
+        loss=None if newest is None or newest["loss"] is None else float(newest["loss"]),
         reason=reason,
         root_cause=RootCause.from_details(causes[-1]) if causes else None,
         heartbeat_age_s=silent_s,

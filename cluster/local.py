@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
-from ..train.record.run_folder import Source
+from ..train.record.run_folder import Source, if_changed
 from .job import JobError, JobStatus, Launch, read_status
 from .launch import begin_run, launch_here, opened_folder
 from .nodes.processes import difference_from_linux
@@ -52,7 +52,8 @@ def train_here(
         try:
             if not launch.prepares_data:
                 with show_preparation(console) as on_progress:
-                    prepare(config.prepare, config.data.directory, on_progress=on_progress)
+                    changed, where = if_changed(config, run_dir), config.data.directory
+                    prepare(config.prepare, where, on_progress=on_progress, if_changed=changed)
             launch = begin_run(config, launch, console)
             status = _run_and_show(launch, this_machine, console)
         finally:

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     log = ProgressLog(options.run_dir)
     try:
         with _pool(options) as pool:
-            prepare(config, directory, pool=pool, on_progress=log.write)
+            prepare(config, directory, pool=pool, on_progress=log.write, if_changed="ignore")
     except DataError as error:
         log.end(FAILED, str(error))
         return EXIT_FAILED

@@ -24,7 +24,7 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.run_config import Config
-from ..train.record.run_folder import Source, place_data, read_source
+from ..train.record.run_folder import Source, if_changed, place_data, read_source
 from . import local
 from .job import (
     SIMULATED,
@@ -86,7 +86,7 @@ def submit(
         beside = prepares_beside(config)
         here = address is None and needs_no_cluster(config.prepare)
         if here and not beside:
-            _prepare(config, console)
+            _prepare(config, run_dir, console)
         with _connected(config, address, console):
             import ray
 
@@ -95,7 +95,7 @@ def submit(
             launch = make_launch(config, run_dir, address=address, command=command)
             if not (here or beside):
                 with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
-                    _prepare(config, console, pool)
+                    _prepare(config, run_dir, console, pool)
             launch = begin_run(config, launch, console)
             with interrupts_stop_the_job(run_dir):
                 start_supervisor(launch)
@@ -173,9 +173,10 @@ def needs_no_cluster(config: PrepareConfig) -> bool:
     return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
-def _prepare(config: Config, console: Console, pool: TaskPool | None = None) -> None:
-    with show_preparation(console) as on_progress:
-        prepare(config.prepare, config.data.directory, pool=pool, on_progress=on_progress)
+def _prepare(config: Config, run_dir: Path, console: Console, pool: TaskPool | None = None) -> None:
+    changed, where = if_changed(config, run_dir), config.data.directory
+    with show_preparation(console) as show:
+        prepare(config.prepare, where, pool=pool, on_progress=show, if_changed=changed)
 
 
 def _is_going_on(run_dir: Path) -> bool:

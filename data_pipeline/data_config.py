@@ -40,7 +40,7 @@ class Stage(BaseModel):
     """Tokens that the run has read when the stage begins."""
 
     weights: dict[str, float] = Field(min_length=1, examples=[{"books": 1.0}])
-    """Weights by source; omitted sources get no rows."""
+    """Weight of every source; 0: no rows."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> "Stage":
@@ -80,7 +80,7 @@ class DataConfig(BaseModel):
     weights: dict[SourceName, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] = Field(
         default={}, examples=[{"books": 2.0, "web": 1.0}]
     )
-    """Relative share of each source in the rows; 1 by default."""
+    """Relative share of every source in the rows; empty: all are equal."""
 
     max_epochs: dict[SourceName, Annotated[int, Field(ge=0)]] = Field(
         default={}, examples=[{"books": 4}]

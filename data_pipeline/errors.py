@@ -16,6 +16,10 @@ class ShardError(DataError):
     """Says that prepared data on disk is missing, damaged, or of another preparation."""
 
 
+class NothingToReadError(ShardError):
+    """Says that prepared data has no row, or no target that counts in the loss."""
+
+
 class PreparationFailedError(DataError):
     """Says that a run has used up all sealed data, and its preparation has failed."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data_pipeline.errors import NothingToReadError
 from ..data_pipeline.read.corruption import open_fetcher
 from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
@@ -109,6 +110,24 @@ def read_rows(
         )
 
 
+def check_validation(config: Config) -> None:
+    """Checks that some target counts among the rows that a run evaluates.
+
+    Raises:
+        NothingToReadError: none does, or there is no row.
+    """
+    rows = read_rows(config, torch.device("cpu"), max_rows=config.train.eval_rows or None)
+    if not any(some.asked_BS.any() for some in rows):
+        raise _no_target(config, "validation")
+
+
+def _no_target(config: Config, split: str) -> NothingToReadError:
+    return NothingToReadError(
+        f"{config.data.directory}: no target of the split {split!r} counts in the loss, so there is "
+        "nothing to measure: check the data's loss mask (prompts without answers?), or hold out more"
+    )
+
+
 @torch.no_grad()
 def evaluate(
     model: Transformer,
@@ -126,7 +145,7 @@ def evaluate(
     places in an evaluation capacity.
 
     Raises:
-        ValueError: no target of the split counts.
+        NothingToReadError: no target of the split counts.
     """
     dtype, options = products_dtype(config.train.precision), PassOptions(exit_rule=exit_rule)
     sums = torch.zeros(4, dtype=torch.float64, device=process.device)
@@ -155,8 +174,5 @@ def evaluate(
     dist.all_reduce(sums)
     loss, tokens, loops, num_rows = sums.tolist()
     if not tokens:
-        raise ValueError(
-            f"{config.data.directory}: no target of the split {split!r} counts in the loss, so "
-            "there is nothing to measure: check the data's loss mask (prompts without answers?)"
-        )
+        raise _no_target(config, split)
     return Evaluation(loss / tokens, int(tokens), loops / num_rows if num_rows else None)

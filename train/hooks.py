@@ -5,10 +5,12 @@ ranks call all hooks, because most are collective.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from ..data_pipeline.errors import NothingToReadError
 from ..data_pipeline.files import write_atomically
 from .evaluate import evaluate
 from .metrics.run_lines import log_saved
@@ -16,6 +18,8 @@ from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .optim import muon_rate
 from .record.heartbeat import Phase
 from .run import OpenRun, Run, StepResult, save
+
+logger = logging.getLogger(__name__)
 
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 
@@ -34,10 +38,11 @@ def log_step(run: OpenRun, result: StepResult) -> None:
     sums = result.meter.reduce(digest=result.batch.digest, data_wait_s=data_wait_s)
     counted = result.counted_targets
     tokens = train.global_batch * run.config.data.seq_len
+    passes = run.loader.samples.passes(run.progress.samples)
     run.log.write(
         "train",
         number,
-        loss=sums["loss"].item(),
+        loss=None if counted == 0 else sums["loss"].item(),
         regularisation=sums["regularisation"].item(),
         learning_rate=result.learning_rate,
         **muon_rate(run.config.optim, result.learning_rate),
@@ -49,6 +54,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
+        **({} if passes is None else {"passes": round(passes[0], 4)}),
         **expert_metrics(sums),
         **exchange_metrics(sums, ep=run.mesh.layout.ep, on_host=run.process.device.type == "cpu"),
     )
@@ -117,7 +123,12 @@ def evaluate_run(run: OpenRun) -> None:
     run.model.before_step(run.progress.step)
     began_s = time.monotonic()
     with run.heartbeat.during(Phase.EVAL):
-        result = evaluate(run.model, run.config, run.process)
+        try:
+            result = evaluate(run.model, run.config, run.process)
+        except NothingToReadError as error:  # on all ranks
+            if run.process.rank == 0:
+                logger.warning("step %d has no validation loss: %s", run.progress.step, error)
+            return
     run.log.write(
         "eval",
         run.progress.step,

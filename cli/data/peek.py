@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...plugins import some_of
 from ..arguments import Commands, add_command
 from ..console import terminal
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...data_pipeline.read.peek import DecodedRow, DocumentPart
+    from ...train.config.run_config import Config
 
 _ROWS = 3
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
@@ -70,12 +72,33 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
             raise ValueError(f"--step {options.step}: {folder} is not a run, so it has no steps")
         return peek_split(DataConfig(directory=str(folder)), options.split, options.rows, tokenizer)
     config = Config.load(options.path / "config.json")
+    _check_is_of_run(config, options.path, options.step)
     if options.step is None:
         return peek_split(config.data, options.split, options.rows, tokenizer)
     if not 1 <= options.step <= config.train.steps:
         raise ValueError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
     end = options.step * config.train.global_batch
     return peek_samples(config.data, range(end - config.train.global_batch, end), tokenizer)
+
+
+def _check_is_of_run(config: "Config", run_dir: Path, step: int | None) -> None:
+    """Refuses a folder with other data, or another order, than that of a run's checkpoint."""
+    from ...data_pipeline.read.corruption import open_fetcher
+    from ...data_pipeline.read.samples import OrderedSamples
+    from ...distributed.checkpoint.format import list_checkpoints, read_meta
+
+    saved = list_checkpoints(run_dir / "checkpoints")
+    # the first after the step: data.override_position may have changed the data of later ones
+    after = [one for one in saved if step is not None and one.step >= step] or saved[-1:]
+    position = read_meta(after[0].path).meta.get("data") if after else None
+    if position and (
+        differing := OrderedSamples(config.data, open_fetcher(config.data)).differences(position)
+    ):
+        raise ValueError(
+            f"{config.data.directory} is not as it was when {run_dir} read it "
+            f"({some_of(differing, between='; ')}): `moebius data peek {config.data.directory}` shows what is "
+            "there now"
+        )
 
 
 def _lines(rows: "Sequence[DecodedRow]") -> "Iterator[Text]":

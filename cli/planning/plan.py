@@ -91,6 +91,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ...planning.planner import Constraints
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
+    from ...train.record.run_folder import passes_note
 
     nodes = sorted(set(options.nodes))
     if nodes[0] < 1:
@@ -105,6 +106,8 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         top = 10 if len(report["plans"]) == 1 else 2
         terminal().print(render_plans(report, top=top))
+        if note := passes_note(config):
+            print(note)
     return 0
 
 

@@ -6,6 +6,7 @@ run, 2,000 steps are read, and what is at the end of the file.
 """
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,8 @@ class History:
 
     def _add_train(self, line: Mapping[str, Any]) -> None:
         step = line["step"]
-        self.loss[step] = float(line["loss"])  # "nan" is written as a string
+        loss = line["loss"]  # "nan" is written as a string, and None if no target counts
+        self.loss[step] = math.nan if loss is None else float(loss)
         self.last = line
         self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
         if "learning_rate" in line:
@@ -135,4 +137,6 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
 
 def spell_number(value: object) -> str:
     """Formats a measured number; numbers that are not finite are stored as text."""
+    if value is None:
+        return "–"
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)

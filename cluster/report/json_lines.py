@@ -162,13 +162,14 @@ def _is_source(value: Any) -> bool:
 # By the name of a value, which means the same in lines of every kind.
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("step", "in_a_row", "generation", "done", "total", "segments"), _is_whole),
-    **dict.fromkeys(("loss", "grad_norm", "loss_limit", "grad_norm_limit"), _is_measured),
+    **dict.fromkeys(("grad_norm", "loss_limit", "grad_norm_limit"), _is_measured),
+    "loss": _or_none(_is_measured),  # of a step without counted targets
     **dict.fromkeys(("path", "why", "stage", "news", "name"), _is_text),
     **dict.fromkeys(("error", "reason"), _or_none(_is_text)),
     **dict.fromkeys(("tokens_per_s", "eta_s"), _or_none(_is_number)),
     **dict.fromkeys(("max_violation", "effective_experts"), _list_of(_is_number)),
     "time": lambda value: _is_number(value) and 0 <= value < 2**35,  # a year that dates have
-    "seconds": _is_number,
+    **dict.fromkeys(("seconds", "passes", "step_s", "data_wait_s"), _is_number),
     "tokens": _is_whole,
     "resumed_from_step": _or_none(_is_whole),
     "expert_depths": _list_of(_is_whole),

@@ -260,6 +260,11 @@ def step_line(view: View) -> str:
         f"step {last['step']}" + (f"/{view.total}" if view.total else ""),
         f"loss {spell_number(last['loss'])}",
     ]
+    if view.total and "step_s" in last:
+        left_s = (view.total - last["step"]) * (last["step_s"] + last.get("data_wait_s", 0.0))
+        words += [f"{duration(left_s)} left"] if left_s > 0 else []
+    if "passes" in last:
+        words.append(f"{last['passes']:.2f} passes over the data")
     if validation:
         words.append(f"validation {validation[max(validation)]:.4f}")
     if "tokens_per_s" in last:
@@ -309,11 +314,8 @@ def _bar(done: float, total: float, words: str, width: int) -> Table:
 
 
 def _progress(view: View, width: int) -> Table:
-    last, step, words = view.history.last, view.history.step or 0, ""
-    if view.total and "step_s" in last:
-        left_s = (view.total - step) * (last["step_s"] + last.get("data_wait_s", 0.0))
-        words = f"{duration(left_s)} left" if left_s else ""
-    return _bar(step, view.total or step or 1, words, width)
+    step = view.history.step or 0
+    return _bar(step, view.total or step or 1, "", width)
 
 
 def expert_load_table(load: ExpertLoad, *, width: int) -> Table:

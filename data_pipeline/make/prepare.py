@@ -73,10 +73,12 @@ from .unfinished import (
     begin,
     claimed,
     clear,
+    compare_files,
     finished,
     forget_quarantined,
     in_words_of,
     read_quarantined,
+    record_files,
     temporary_files,
     write_quarantined,
 )
@@ -86,6 +88,7 @@ from .vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 _MAX_REASON_CHARS = 2000
+IfChanged = Literal["refuse", "tell", "ignore"]
 _Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
 
 
@@ -96,11 +99,12 @@ def prepare(
     pool: TaskPool | None = None,
     on_progress: Callable[[PrepareProgress], None] | None = None,
     on_poison: OnPoison = "auto",
+    if_changed: IfChanged = "refuse",
 ) -> DatasetManifest:
     """Prepares the data of `config` in `directory`, and returns its manifest.
 
-    Returns at once if the folder is complete; continues an interrupted preparation; waits for another
-    process that prepares the same folder.
+    Prepares nothing if the folder is complete and its files are as they were; continues an interrupted
+    preparation; waits for another process that prepares the same folder.
 
     Args:
         config: the section `prepare`.
@@ -109,6 +113,8 @@ def prepare(
             another in this process.
         on_progress: called after every task.
         on_poison: the policy for units that cannot be prepared.
+        if_changed: what to do if the folder is complete and its files have changed since; "ignore"
+            needs no input.
 
     Raises:
         InputError: input cannot be read.
@@ -146,7 +152,15 @@ def prepare(
                     forget(folder)  # the cache of a pool in this process
                 manifest = read_manifest(folder)
             clear(folder)
-    elif os.access(folder, os.W_OK) and (
+        return manifest
+    if if_changed != "ignore":
+        try:
+            compare_files(config, folder, tell)
+        except PrepareError as error:
+            if if_changed == "refuse":
+                raise
+            tell(f"the run goes on with its data as it is, although {error}")
+    if os.access(folder, os.W_OK) and (
         (folder / UNFINISHED).exists() or any(temporary_files(folder))
     ):
         with claimed(folder, on_wait=lambda: None):
@@ -241,6 +255,7 @@ class _Preparation:
             if not self._committer.num_train_tokens(source):
                 raise self._nothing_left(source)
         quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
+        record_files(self._config, self._folder, self._units)
         self._committer.complete(self._chooser.counts, quarantined, self._units)
 
     def _recall(self) -> None:

@@ -1,19 +1,21 @@
 """The state of a folder being prepared: its lock, its recorded plan and its quarantined units."""
 
+import hashlib
 import io
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any, Literal
 
 from ...plugins import PYTHON, some_of
 from ..atomic import atomic_write, explained_write_errors, read_record, write_record
-from ..errors import PrepareError
+from ..errors import InputError, PrepareError
 from ..files import TEMPORARY, lock_file
 from ..manifest import (
     UNFINISHED,
@@ -27,20 +29,28 @@ from ..manifest import (
 )
 from ..prepare_config import DEFAULT_SOURCE, PrepareConfig, RecordFields
 from ..sources.embedded import EMBEDDED
+from ..sources.files import FoundFile, find_files
 from ..tokenizers.chat_template import TEMPLATE_FILE
 from .tasks import SIDES, unfinished_file
-from .units import Unit
+from .units import Unit, plan_units
 
 QuarantineStage = Literal["scan", "tokenise"]
 
 LOCK = "lock"
+
+_PLAN = "plan.json"
+_FILES = "files.json"
+_ELSE = (
+    "to train on it as it is, name data.directory and no text; to prepare the text as it is now, name a "
+    "new folder (--output or data.directory), since runs may still need this one"
+)
 
 QUARANTINED = "quarantined"
 """The subfolder of files that say why units were left out."""
 
 
 def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
-    """Returns the manifest of a complete folder with this configuration and input, or None.
+    """Returns the manifest of a complete folder with this configuration, or None.
 
     Raises:
         PrepareError: the folder holds other data.
@@ -49,22 +59,98 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
         return None
     manifest = read_manifest(folder)
     if manifest.header.spec_hash != config.spec_hash:
-        raise PrepareError(
-            f"{folder} holds data prepared in another way "
-            f"({_difference(manifest.header.spec, config.spec)}): choose another folder, or delete "
-            "this one"
-        )
-    if manifest.completion is None:
-        return None
-    for url, size in manifest.completion.inputs.items():
-        if "://" in url or url == EMBEDDED or not Path(url).exists():
-            continue
-        if (size_now := Path(url).stat().st_size) != size:
-            raise PrepareError(
-                f"{folder} was prepared from {url} when it had {size} bytes; it has {size_now} "
-                "now: choose another folder, or delete this one"
-            )
-    return manifest
+        difference = _difference(manifest.header.spec, config.spec)
+        raise PrepareError(f"{folder} holds data prepared in another way ({difference}): {_ELSE}")
+    return manifest if manifest.complete else None
+
+
+def record_files(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
+    """Records the files that a folder is made of, for `compare_files`.
+
+    Local files are hashed, which takes 1 s per GB and thread, unless they changed after they were planned.
+    """
+    plan = read_record(folder / UNFINISHED / _PLAN) or {}
+    planned = plan.get("stamps", {})  # older versions recorded none
+
+    def entry(file: FoundFile) -> tuple[str, int, str, str]:
+        stamp = planned.get(file.url, "")
+        return file.url, file.size, stamp, _digest(file.url, stamp)
+
+    with ThreadPoolExecutor() as threads:
+        write_record(folder / _FILES, list(threads.map(entry, _files(config, units))))
+
+
+def compare_files(config: PrepareConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Compares the files that a finished folder was made of with those that its input names now.
+
+    A local file that was written to since is the same if its content is. `tell` is called with what
+    cannot be compared.
+
+    Raises:
+        PrepareError: there are other files, or one has changed.
+    """
+    record, completion = read_record(folder / _FILES), read_manifest(folder).completion
+    assert completion is not None, "the folder is finished"
+    known = record or [(*file, "", "") for file in completion.inputs.items()]
+    there = [name for name, *_ in known]
+    try:
+        units = plan_units(config)
+        files = _files(config, units) if record else _inputs(units)
+    except InputError as error:
+        gone = [name for name in there if os.path.isabs(name) and not os.path.exists(name)]
+        if not gone:
+            return tell(f"{folder} cannot be compared with its input: {error}")
+        raise _made_of_others(folder, removed=gone) from None
+    here = [file.url for file in files]
+    # equal names elsewhere are the same files, moved
+    if list(map(os.path.basename, here)) != list(map(os.path.basename, there)):
+        new, removed = set(here).difference(there), set(there).difference(here)
+        raise _made_of_others(folder, new=sorted(new), removed=sorted(removed))
+    pairs = list(zip(known, files, strict=True))
+    if changed := [file.url for entry, file in pairs if not _is_same(file, *entry[1:])]:
+        raise _made_of_others(folder, changed=changed)
+    if record is None and any(file.stamp for file in files):
+        tell(f"{folder} is older than records of files: only their names and sizes were compared")
+    elif any(entry[2] != file.stamp for entry, file in pairs):
+        with suppress(PrepareError):  # of another user; the next call hashes them again
+            write_record(folder / _FILES, [(*file, entry[3]) for entry, file in pairs])
+
+
+def _files(config: PrepareConfig, units: Sequence[Unit]) -> list[FoundFile]:
+    """Returns the files that determine what is prepared: input, evaluation sets and tokenizer."""
+    beside = [] if config.decontaminate is None else list(config.decontaminate.evaluation_sets)
+    if config.loads_tokenizer:
+        beside += [config.tokenizer, *sorted(glob(f"{escape(config.tokenizer)}/tokenizer*"))]
+    paths = [os.path.abspath(path) for path in beside if os.path.isfile(path)]
+    return _inputs(units) + [find_files(path, bool)[0][0] for path in paths]
+
+
+def _inputs(units: Sequence[Unit]) -> list[FoundFile]:
+    splits = {split.url: split for unit in units for split in unit.splits}
+    return [FoundFile(url, split.size, split.stamp) for url, split in splits.items()]
+
+
+def _is_same(file: FoundFile, size: int, stamp: str, digest: str) -> bool:
+    if file.size != size or not stamp or file.stamp == stamp:
+        return file.size == size
+    return bool(digest) and digest == _digest(file.url, file.stamp)
+
+
+def _digest(url: str, stamp: str) -> str:
+    """Returns the sha256 of a local file that has this stamp; "" of any other."""
+    try:
+        if not stamp or not os.path.isfile(url):
+            return ""
+        with open(url, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return digest if find_files(url, bool)[0][0].stamp == stamp else ""
+    except (OSError, InputError):  # removed meanwhile
+        return ""
+
+
+def _made_of_others(folder: Path, **files: Sequence[str]) -> PrepareError:
+    words = [f"{what}: {some_of(names)}" for what, names in files.items() if names]
+    return PrepareError(f"{folder} was made of other files ({'; '.join(words)}): {_ELSE}")
 
 
 def in_words_of(folder: Path, config: PrepareConfig) -> PrepareConfig:
@@ -107,7 +193,7 @@ def _recorded_spec(folder: Path) -> dict[str, Any]:
     """Returns the configuration with which a folder was begun, if it is recorded."""
     if is_prepared(folder):
         return read_manifest(folder).header.spec
-    path = folder / UNFINISHED / "plan.json"
+    path = folder / UNFINISHED / _PLAN
     plan = read_record(path) if path.exists() else None
     return plan["spec"] if plan else {}
 
@@ -188,22 +274,35 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> str:
     plan = {
         "spec_hash": config.spec_hash,
         "spec": config.spec,
-        "units": [json.loads(json.dumps(asdict(unit))) for unit in units],
+        "units": [_without_stamps(unit) for unit in units],
+        "stamps": {file.url: file.stamp for file in _files(config, units)},
     }
-    path = folder / UNFINISHED / "plan.json"
+    path = folder / UNFINISHED / _PLAN
     with explained_write_errors(folder):
         go_on(folder)
         for debris in [*temporary_files(folder), *path.parent.glob(f"*{TEMPORARY}*")]:
             debris.unlink(missing_ok=True)
     problem = _other_plan(path, plan) if path.exists() else ""
     if problem and is_prepared(folder):
-        raise PrepareError(f"{folder} {problem}: choose another folder, or delete this one")
+        raise PrepareError(f"{folder} {problem}: {_ELSE}")
     if problem:
         with explained_write_errors(folder):
             _start_over(folder)
     if problem or not path.exists():
         write_record(path, plan)
-    return problem and f"{folder} {problem}; it had sealed nothing and is started over"
+    if problem:
+        return f"{folder} {problem}; it had sealed nothing and is started over"
+    began = (read_record(path) or plan).get("stamps", {})
+    touched = [url for url, stamp in plan["stamps"].items() if began.get(url, stamp) != stamp]
+    words = f"{folder} was begun before {some_of(touched)} was last written to: prepare a new folder if "
+    return f"{words}its text has changed" if touched else ""
+
+
+def _without_stamps(unit: Unit) -> dict[str, Any]:
+    values = json.loads(json.dumps(asdict(unit)))
+    for split in values["splits"]:
+        del split["stamp"]
+    return values
 
 
 def _other_plan(path: Path, plan: dict[str, Any]) -> str:

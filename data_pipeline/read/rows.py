@@ -21,7 +21,7 @@ import numpy as np
 
 from ...plugins import some_of
 from ..data_config import DataConfig
-from ..errors import DataError, ShardError
+from ..errors import DataError, NothingToReadError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
 from .chunks import ChunkReader, LoadedChunk, TokenRows, padding_rows
 from .corruption import BatchFetcher
@@ -273,9 +273,9 @@ def check_names(manifest: DatasetManifest, data: DataConfig) -> None:
         )
 
 
-def too_short(what: str, num_tokens: int, seq_len: int) -> ShardError:
+def too_short(what: str, num_tokens: int, seq_len: int) -> NothingToReadError:
     """Returns the error about a stream shorter than one row."""
-    return ShardError(
+    return NothingToReadError(
         f"{what} has {num_tokens} tokens, fewer than the {seq_len + 1} of one row ({seq_len=}): "
         "prepare more text for it in another folder, or lower data.seq_len. (Of one document nothing "
         "is held out for validation: name another file, prepare.validation_input=FILE; of several, "

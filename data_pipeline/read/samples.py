@@ -177,6 +177,24 @@ class OrderedSamples:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
 
+    def passes(self, samples: int) -> tuple[float, str, int] | None:
+        """Returns how often the first samples read the source that they repeat most; its name and tokens.
+
+        None while the folder grows.
+        """
+        manifest = self.prepared.manifest
+        if not manifest.complete:
+            return None
+        counts = zip(self.mixture.names, self.mixture.rows_before(samples).tolist(), strict=True)
+        tokens = {
+            name: sum(segment.num_tokens("train") for segment in manifest.segments(name))
+            for name in self.mixture.names
+        }
+        return max(
+            (count * self._data.seq_len / tokens[name], name, tokens[name])
+            for name, count in counts
+        )
+
     def num_rows(self) -> int:
         """Counts the rows of all sources, which may make their plans of rows."""
         for name in self._counted:

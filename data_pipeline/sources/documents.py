@@ -25,6 +25,7 @@ class InputSplit:
     size: int
     role: Role
     num_bytes: int  # of text, estimated
+    stamp: str = ""  # of the file when it was found (`files.FoundFile`)
 
     @property
     def file_name(self) -> str:

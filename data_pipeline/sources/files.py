@@ -23,11 +23,19 @@ from .remote import RemoteFile
 _DESCRIPTIONS = {"readme", "license", "dataset_info", "dataset_infos", "dataset_dict", "state"}
 
 
+# what file systems report of a file that changes with its content
+_STAMPS = (
+    *("mtime", "created", "ETag", "etag", "LastModified", "last_modified", "Last-Modified"),
+    *("updated", "md5Hash", "Content-MD5", "blob_id", "date_time", "CRC"),
+)
+
+
 class FoundFile(NamedTuple):
-    """Holds the URL of an existing file, and its size in bytes."""
+    """Holds the URL of an existing file, its size in bytes, and a stamp that its changes change."""
 
     url: str
     size: int
+    stamp: str = ""  # "": the file system reports nothing
 
 
 def find_files(
@@ -64,7 +72,7 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
     fs, path = _filesystem(url)
     with _explained(f"{url} cannot be read"):
         fs.invalidate_cache()  # an old listing would hide changes
-        size = patiently(lambda: _size(fs, path, url))
+        size = patiently(lambda: _found(fs, path, url)).size
         if expected_size is not None and size != expected_size:
             raise InputError(
                 f"{url} had {expected_size} bytes when preparation began and has {size} now: "
@@ -123,8 +131,7 @@ def _found_files(
     if len(paths) == 1 and fs.isdir(paths[0]):
         paths, left_out = _readable_files(fs, paths[0], can_read)
     urls = [found if _is_local(fs) else str(fs.unstrip_protocol(found)) for found in paths]
-    found = [FoundFile(url, _size(fs, one, url)) for one, url in zip(paths, urls, strict=True)]
-    return found, left_out
+    return [_found(fs, one, url) for one, url in zip(paths, urls, strict=True)], left_out
 
 
 def _exists(fs: Any, path: str) -> bool:
@@ -192,17 +199,18 @@ def _filesystem(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def _size(fs: Any, path: str, url: str) -> int:
+def _found(fs: Any, path: str, url: str) -> FoundFile:
     if _is_local(fs) and os.path.islink(path) and not os.path.exists(path):
         raise InputError(
             f"{url} is a link to a file that does not exist: restore it, or remove the link"
         )
-    size = fs.info(path)["size"]
-    if size is None:
+    info = fs.info(path)
+    if info["size"] is None:
         raise InputError(
             f"{url}: the server does not report the file's size: download it and give its local name"
         )
-    return int(size)
+    stamp = " ".join(str(info[key]) for key in _STAMPS if info.get(key))
+    return FoundFile(url, int(info["size"]), stamp)
 
 
 def _is_local(fs: Any) -> bool:

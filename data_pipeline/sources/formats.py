@@ -17,7 +17,7 @@ from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ra
 from .compression import PACKED
 from .documents import Document, InputSplit, Role, SplitRange, byte_ranges
 from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
-from .files import find_files
+from .files import FoundFile, find_files
 from .function import function_ranges, function_size, read_function
 from .lines import read_json_lines, read_text, whole_file
 from .records import RecordRules
@@ -106,23 +106,23 @@ def _plan(
 ) -> Iterator[InputSplit]:
     seen: set[str] = set()
     for pattern in patterns:
-        for url, kind, size in _expand(pattern, config.format, tell):
+        for (url, size, stamp), kind in _expand(pattern, config.format, tell):
             if url in seen:
                 continue
             seen.add(url)
             if not _FORMATS[kind].has_fields:
                 _check_fields(source, url)
             for start, stop, num_bytes in _FORMATS[kind].ranges(url, size, config.split_bytes):
-                yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes)
+                yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes, stamp)
 
 
 def _expand(
     pattern: str, forced: str, tell: Callable[[str], None]
-) -> Iterator[tuple[str, str, int]]:
-    """Yields (url, kind, size) of all input that one name stands for."""
+) -> Iterator[tuple[FoundFile, str]]:
+    """Yields all input that one name stands for, each with its kind."""
     other = PYTHON if pattern.startswith(PYTHON) else pattern
     if (form := _FORMATS.get(other)) is not None and form.size is not None:
-        yield pattern, other, form.size(pattern)
+        yield FoundFile(pattern, form.size(pattern)), other
         return
     advice = f"readable are {READABLE}; prepare.format={forced or 'jsonl'} reads others as that"
     found, left_out = find_files(pattern, lambda url: kind_of(url, forced) is not None)
@@ -134,11 +134,11 @@ def _expand(
     if left_out:
         total = left_out.total() + len(found)
         tell(f"input {pattern!r}: {left_out.total():,} of {total:,} left out: {words} ({advice})")
-    for url, size in found:
-        kind = kind_of(url, forced)
+    for file in found:
+        kind = kind_of(file.url, forced)
         if kind is None:
-            raise InputError(f"input {url!r} has an unknown suffix: {advice}")
-        yield url, kind, size
+            raise InputError(f"input {file.url!r} has an unknown suffix: {advice}")
+        yield file, kind
 
 
 def _check_fields(source: SourceConfig, url: str) -> None:

@@ -71,7 +71,8 @@ class Curves:
 
     def _add_train(self, record: Record) -> None:
         self.step = step = record["step"]
-        self.loss[step] = record["loss"]
+        loss = record["loss"]
+        self.loss[step] = math.nan if loss is None else loss  # no target counted
         self.tokens_per_s[step] = record.get("tokens_per_s", 0.0)
         self.tokens[step] = record.get("tokens", 0)
         self.times[step] = record.get("time", 0.0)

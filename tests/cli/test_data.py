@@ -9,6 +9,11 @@ from parts import make_config
 from small_corpus import shards_of_words
 
 from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.read.corruption import open_fetcher
+from moebius.data_pipeline.read.samples import OrderedSamples
+from moebius.distributed.checkpoint.format import CheckpointMeta
+from moebius.distributed.layout import Layout
+from moebius.train.config.run_config import Config
 from moebius.train.record.run_folder import open_run
 
 WORDS = {"one", "two", "three", "many", "band", "expert", "route"}
@@ -53,6 +58,28 @@ def test_rows_are_shown_as_text(shards: Path, run_dir: Path, moebius: Callable) 
     ]
     held_out = moebius("data", "peek", run_dir, "--split", "validation")
     assert "validation row 0 of" in held_out.text
+
+
+@pytest.mark.parametrize("options", [["--step", "3"], ["--split", "validation"]])
+def test_rows_of_a_folder_that_was_replaced_are_not_shown_as_those_of_a_run(
+    options: list[str], run_dir: Path, tmp_path: Path, moebius: Callable
+) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    config = Config.load(run / "config.json")
+    position = OrderedSamples(config.data, open_fetcher(config.data)).position(20)
+    later = [(9, {"spec": {}})] if "--step" in options else []  # override_position changed the data
+    for step, data in ((5, position), *later):
+        values = {"num_experts": {}, "versions": {}, "meta": {"data": data}}
+        meta = CheckpointMeta(step=step, generation=1, layout=Layout(1, 1), **values)
+        (checkpoint := run / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+        (checkpoint / "meta.json").write_text(meta.model_dump_json())
+    assert moebius("data", "peek", run, *options).code == 0
+    other = config.data.model_copy(update={"directory": str(shards_of_words(tmp_path, 30))})
+    config.model_copy(update={"data": other}).save(run / "config.json")
+    answer = moebius("data", "peek", run, *options)
+    assert answer.code == 2
+    assert "is not as it was when" in answer.text
+    assert "segments.text.sha256" in answer.text
 
 
 def test_a_damaged_folder_is_told_by_the_exit_code(

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,12 +27,14 @@ from moebius.cluster.launch import (
 from moebius.cluster.report.run_report import read_report
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.export.start import start_from
+from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
-from moebius.train.record.run_folder import stored_config
+from moebius.train.record.run_folder import if_changed, passes_note, place_data, stored_config
 from tests.cluster.pretended import PretendedNode, makes_steps, with_result
 
 
@@ -89,6 +92,7 @@ def test_a_run_says_where_it_continues_once_nothing_is_left_to_refuse_it(run_dir
         assert "continues" not in said.partition("refused: ")[0]
         assert not (run_dir / JOURNAL).exists()
     said = start(run_dir, train={"steps": 9})
+    assert re.match(r"9 steps over [\d,]+ tokens are 0\.\d+ passes\n", said)
     assert said.endswith("continues from the checkpoint of step 2, to step 9\n")
 
 
@@ -196,6 +200,13 @@ def test_a_run_that_lost_its_configuration_goes_on_with_that_of_its_checkpoint(r
         ),
     )
     assert Config.load(run_dir / "config.json").train.steps == 9
+def test_a_run_of_many_passes_is_advised_against(run_dir, tmp_path):
+    config = Config.load(run_dir / "config.json")
+    many = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3000})})
+    tokens = read_manifest(config.data.directory).num_tokens("train")
+    passes = f"{3000 * 4 * 64 / tokens:,.0f} passes: after some four, repeated text adds ever less"
+    assert f"3,000 steps over {tokens:,} tokens are {passes}" in passes_note(many)
+    assert not passes_note(place_data(Config(), tmp_path))
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -212,6 +223,29 @@ def test_epochs_are_counted_in_prepared_data_and_a_new_length_is_told(run_dir, p
     assert config.train.epochs == 2
     assert config.train.steps == 2 * rows // config.train.global_batch
     assert f"at step {config.train.steps:,}; before: " in said
+
+
+def test_text_that_a_user_names_must_be_that_of_its_folder(run_dir, tmp_path):
+    """But a run that has begun goes on, and one whose text nobody names again needs none."""
+    shards, text = prepare_bytes(tmp_path), tmp_path / "text.jsonl"
+    words = ["prepare.tokenizer=bytes", "prepare.validation_fraction=0.2", "data.directory="]
+    recipe = {"recipe": lambda: Config.load(run_dir / "config.json")}
+    named = resolve("recipe", [*words, f"prepare.input=['{text}']"], recipe)
+    placed = place_data(resolve("recipe", words, recipe), tmp_path)  # where only its text is known
+    stored = Config.model_validate(placed.model_dump())
+    assert placed == stored
+    for config, folder, expected in (
+        (named, tmp_path / "new", "refuse"),
+        (placed, tmp_path / "new", "refuse"),
+        (named, run_dir, "tell"),
+        (stored, tmp_path / "new", "ignore"),
+    ):
+        assert if_changed(config, folder) == expected
+    with open(text, "a") as file:
+        file.write('{"text": "one more line"}\n')
+    said: list[str] = []
+    prepare(named.prepare, shards, if_changed="tell", on_progress=lambda one: said.append(one.news))
+    assert [news for news in said if news.startswith("the run goes on with its data as it is")]
 
 
 def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):

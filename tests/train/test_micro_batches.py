@@ -2,6 +2,7 @@
 ranks.
 """
 
+import json
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -18,12 +19,15 @@ from small_model import MODEL
 from trained import assembled, check_near, different, gradients
 from world import run_ranks
 
+from moebius.data_pipeline.errors import NothingToReadError
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import forward_in
 from moebius.train import evaluate as evaluation
 from moebius.train.config.run_config import Config, TrainConfig
-from moebius.train.loop import step
+from moebius.train.loop import step, train
 from moebius.train.loss import micro_batch_loss
 from moebius.train.metrics.spikes import StepJudge
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
@@ -263,6 +267,24 @@ def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Pa
     found = run_ranks(steps_without_targets, 2, config_of(data), tmp_path, masks)
     warning = "step 2 had no target that counts in the loss, and its update was skipped"
     assert found == [([1, 1, 2], [True] * 3, [warning]), ([1, 1, 2], [True] * 3, [])]
+
+
+def test_a_run_goes_on_where_no_target_counts_and_logs_no_loss(tmp_path: Path, caplog) -> None:
+    text, folder = tmp_path / "text.jsonl", tmp_path / "shards"
+    records = [{"q": f"{n}" * 999, "a": "y"} for n in range(30)]
+    text.write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = {"prompt_field": "q", "answer_field": "a", "tokenizer": "bytes"}
+    prepare(PrepareConfig(input=(str(text),), validation_fraction=0.3, **values), folder)
+    sizes = {"steps": 2, "global_batch": 1, "micro_batch": 1, "eval_rows": 1}
+    config = make_config(folder, train=sizes)
+    with pytest.raises(NothingToReadError, match="no target of the split 'validation'"):
+        evaluation.check_validation(config)  # before a rank starts
+    assert train(config, tmp_path / "run") == "finished"
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [(line["loss"], line["counted_targets"]) for line in steps] == [(None, 0)] * 2
+    assert not [line for line in lines if line["kind"] == "eval"]
+    assert "step 0 has no validation loss: " in caplog.text
 
 
 def test_a_run_that_only_skips_ends_with_a_reason() -> None:

@@ -38,6 +38,8 @@ from .schedule import default_floor
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
+_TEXT = {"prepare.input", "prepare.sources"}
+
 
 @dataclass(frozen=True)
 class StartSections:
@@ -69,14 +71,19 @@ def resolve(
     """
     trust(overrides)
     values, given = base_values(name_or_file, recipes)
+    is_of_run = name_or_file.endswith(".json") or (
+        start is not None and values.get("prepare") == start.prepare
+    )
     has_data = _take_from_folder(values, given, overrides)
     if start is not None:
         _take_start(values, given, overrides, start, has_data=has_data)
     of_file = _section(given, "optim").keys() - {"muon"} if name_or_file.endswith(".toml") else ()
     said = {f"optim.{key}" for key in of_file}
     config = _built_with(values, overrides, origin=name_or_file, said=said)
-    _check_folder(config, given, overrides)
-    return config
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    _check_folder(config, given, keys, is_of_run=is_of_run)
+    of_file = set() if is_of_run else {f"prepare.{key}" for key in _section(given, "prepare")}
+    return config if _TEXT.isdisjoint(keys | of_file) else config.naming_text()
 
 
 def base_values(
@@ -155,7 +162,9 @@ def _take_start(
         }
 
 
-def _check_folder(config: Config, given: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def _check_folder(
+    config: Config, given: Mapping[str, Any], keys: Collection[str], *, is_of_run: bool
+) -> None:
     """Refuses a `data.directory` without data, unless the text to prepare there is named, too."""
     name, folder = config.data.directory, Path(config.data.directory)
     try:
@@ -169,11 +178,10 @@ def _check_folder(config: Config, given: Mapping[str, Any], overrides: Sequence[
             f"data.directory={name!r} is a file, not a prepared folder: to train on its text, leave "
             f"data.directory out and write prepare.input={name}"
         )
-    keys = {override.partition("=")[0].strip() for override in overrides}
     # what a file names is not meant for a folder that only the command line names
     by_file = "data.directory" not in keys and _section(given, "prepare").keys() & {"input"}
-    is_of_recipe = config.prepare.input in ((EMBEDDED,), (OWN_TEXTS,))
-    if is_of_recipe and "prepare.input" not in keys and not by_file:
+    is_other = is_of_run or config.prepare.input in ((EMBEDDED,), (OWN_TEXTS,))
+    if is_other and _TEXT.isdisjoint(keys) and not by_file:
         raise ConfigError(
             f"data.directory={name!r} {what}: name a folder that `moebius prepare` has made, or also "
             f"the text to prepare there, prepare.input=FILES (prepare.input={EMBEDDED} is Python's "

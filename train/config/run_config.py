@@ -7,6 +7,7 @@ form.
 
 import json
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +29,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import distrust, runs_near
+from ...plugins import distrust, runs_near, some_of
 from ..optim import OPTIMIZER, OptimConfig
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
@@ -52,6 +53,17 @@ class Config(BaseModel):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     job: JobConfig = JobConfig()
+
+    @cached_property
+    def names_text(self) -> bool:
+        """Returns whether a user has just named the text, so that prepared data must be of it."""
+        return False
+
+    def naming_text(self) -> Self:
+        """Returns an equal configuration whose `names_text` is true; it is not saved."""
+        marked = self.model_copy()
+        object.__setattr__(marked, "names_text", True)
+        return marked
 
     @property
     def world_size(self) -> int:
@@ -171,6 +183,22 @@ class Config(BaseModel):
         if self.train.epochs is not None:
             self.check_epochs([source.name for source in self.prepare.all_sources])
         return self
+
+    def check_mixture(self) -> None:
+        """Checks that a new run's weights name every source, so that none has a share by default.
+
+        Raises:
+            ConfigError: some weights omit a source.
+        """
+        names = {source.name for source in self.prepare.all_sources}
+        given = [("data.weights", self.data.weights)] if self.data.weights else []
+        given += [(f"the stage at {s.at_tokens} tokens", s.weights) for s in self.data.stages]
+        for what, weights in given:
+            if missing := sorted(names - weights.keys()):
+                raise ConfigError(
+                    f"{what} gives no weight to {some_of(missing)}: name every source"
+                    + (", with 0 for no rows" if what != "data.weights" else "")
+                )
 
     def check_epochs(self, sources: Collection[str]) -> None:
         """Checks that the epochs of a run over these sources can be counted before it starts.

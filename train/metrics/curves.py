@@ -32,6 +32,7 @@ METRICS: dict[tuple[str, str], Metric] = {
     ("train", "tokens_per_s"): Metric("throughput/tokens_per_s", "tokens/s"),
     ("train", "step_s"): Metric("throughput/step_s", "s"),
     ("train", "tokens"): Metric("progress/tokens", "tokens"),
+    ("train", "passes"): Metric("progress/passes", "passes"),
     ("train", "skipped"): Metric("progress/skipped_steps", "steps"),
     ("train", "data_wait_s"): Metric("data/wait_s", "s"),
     ("train", "counted_targets"): Metric("data/counted_targets", "tokens"),

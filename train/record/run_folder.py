@@ -12,13 +12,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.corruption import open_fetcher
 from ...data_pipeline.read.loader import Loader
-from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
 from ...distributed.checkpoint.format import CheckpointError, latest, read_meta, step_of
@@ -34,6 +33,7 @@ from ...plugins import runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
+from ..evaluate import check_validation
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
 # what it computes.
@@ -64,6 +64,10 @@ _KEYS_THAT_MAY_CHANGE = {
 }
 
 
+# Up to here, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
+_MANY_PASSES = 4
+
+
 def default_run_dir(config: Config, root: Path) -> Path:
     """Returns a new folder's path under `root`, named after the job and the time."""
     return root / f"{config.job.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -77,6 +81,8 @@ def place_data(config: Config, root: Path) -> Config:
     directory = Path(
         config.data.directory or root / "data" / config.prepare.spec_hash[:12]
     ).absolute()
+    if not config.data.directory:
+        config = config.naming_text()
     return count_epochs(
         config.model_copy(
             update={"data": config.data.model_copy(update={"directory": str(directory)})}
@@ -105,6 +111,22 @@ def count_epochs(config: Config) -> Config:
     return config.model_copy(update={"train": train.model_copy(update={"epochs": epochs})})
 
 
+def passes_note(config: Config) -> str:
+    """Says how often a run reads its prepared data; "" while that is not known."""
+    data, steps = config.data, config.train.steps
+    if not is_prepared(data.directory):
+        return ""
+    samples = OrderedSamples(data, open_fetcher(data))
+    if (passes := samples.passes(steps * config.train.global_batch)) is None:
+        return ""
+    count, source, tokens = passes
+    number = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+    of = f" of source {source!r}" if len(samples.mixture.names) > 1 else ""
+    words = f"{steps:,} steps over {tokens:,} tokens{of} are {number} pass{'es' * (number != '1')}"
+    many = ": after some four, repeated text adds ever less, and the model learns it by heart"
+    return words + many * (count > _MANY_PASSES)
+
+
 def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
     """Creates the run folder with its config.json and source.json, or opens an existing one.
 
@@ -131,6 +153,7 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
+    config.check_mixture()
     if source is None:
         (run_dir / SOURCE).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCE_FILES, ignore_errors=True)
@@ -174,7 +197,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         is_whole: whether the data has been prepared; else only its tokenizer may be known.
 
     Raises:
-        DataError: every rank would refuse the data.
+        DataError: every rank would refuse the data, or there is nothing to validate on.
         CheckpointError: what the run starts from is gone or has changed.
     """
     data, train, position = config.data, config.train, None
@@ -197,7 +220,17 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         order = None if data.override_position else position
         with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
             loader.samples.check_enough(train.steps * batch)
-        SplitReader(data.directory, "validation", seq_len=data.seq_len).require_rows()
+        check_validation(config)
+
+
+def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "ignore"]:
+    """Returns what to do if the run's data was prepared from other text than is there now.
+
+    A run that has begun goes on with it, and one whose text nobody has named needs no text.
+    """
+    if not config.names_text:
+        return "ignore"
+    return "tell" if has_trained(run_dir) else "refuse"
 
 
 def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule | None]:

@@ -39,8 +39,9 @@ def followed(folder, *lines) -> FollowedRun:
     return run
 
 
-def test_the_loss_is_drawn_smoothed_and_as_it_was_with_its_validation(tmp_path):
-    lines = [train_line(1, loss=4.0), train_line(2, loss=2.0), train_line(3) | {"loss": "nan"}]
+@pytest.mark.parametrize("none", ["nan", None])  # None: no target of the step counted
+def test_the_loss_is_drawn_smoothed_and_as_it_was_with_its_validation(none, tmp_path):
+    lines = [train_line(1, loss=4.0), train_line(2, loss=2.0), train_line(3) | {"loss": none}]
     validation = {"kind": "eval", "step": 2, "time": 1002.0, "loss": 3.5}
     run, other = followed(tmp_path / "a", *lines, validation), followed(tmp_path / "b", lines[0])
     raw, smooth, points, *_ = traces(loss_figure([run, other], "step", 0.5))

@@ -10,7 +10,7 @@ import pytest
 from jobs import wait_for
 from rich.console import Console
 
-from moebius.cluster.job import Journal, RootCause, State, as_details
+from moebius.cluster.job import Journal, RootCause, State, as_details, read_status
 from moebius.cluster.liveness import beat
 from moebius.cluster.report.history import ExpertLoad
 from moebius.cluster.report.live import (
@@ -43,7 +43,7 @@ def printed(renderable: object, *, width: int = 120) -> str:
 SOON = time.time() + 86_400.0  # after the journal's first line, however long tests take
 
 
-def train_line(step: int, *, loss: float | str = 5.0) -> dict:
+def train_line(step: int, *, loss: float | str | None = 5.0) -> dict:
     return {
         "kind": "train",
         "time": SOON + 0.0 + step,
@@ -179,9 +179,15 @@ def test_a_view_before_the_first_step_and_of_a_loss_that_is_not_a_number(tmp_pat
     view = View(tmp_path)
     view.refresh()
     assert "SUBMITTED" in printed(render(view))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(train_line(1, loss="nan")) + "\n")
-    view.refresh()
-    assert "loss nan" in printed(render(view))
+    (tmp_path / "config.json").write_text('{"train": {"steps": 9}}')
+    for step, loss, shown in ((1, "nan", "nan"), (3, None, "–")):  # None: no target counted
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(train_line(step, loss=loss) | {"passes": 2.5}) + "\n")
+        view.refresh()
+        left = f"{(9 - step) // 2} s left, 2.50 passes over the data"
+        assert f"step {step}/9, loss {shown}, {left}" in printed(render(view))
+    assert read_status(tmp_path).loss is None
+    assert list(view.history.loss) == [1, 3]
 
 
 def test_following_keeps_up_with_a_run_and_ends_with_it(tmp_path):

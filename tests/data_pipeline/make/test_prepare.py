@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from meddling import (
     Meddling,
@@ -453,16 +455,86 @@ def _growing_input(tmp_path) -> tuple[Path, PrepareConfig]:
     return path, PrepareConfig(input=(str(path),), tokenizer="bytes")
 
 
-def test_input_that_grew_after_it_was_prepared(tmp_path):
-    path, config = _growing_input(tmp_path)
-    prepare(config, tmp_path / "d")
-    write_jsonl(path, sentences(0, 21))
-    with pytest.raises(
-        PrepareError, match=r"was prepared from .*a.jsonl when it had \d+ bytes; it has \d+ now"
-    ):
-        prepare(config, tmp_path / "d")
-    path.unlink()  # missing input is no change: shards may be moved to a machine without it
-    prepare(config, tmp_path / "d")
+def _edit(path: Path) -> None:
+    """Changes a text without its size."""
+    path.write_text(path.read_text().replace("e", "o", 1))
+
+
+def _move(texts: Path) -> None:
+    texts.rename("there")
+    Path("texts").symlink_to("there")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda texts: write_jsonl(texts / "c.jsonl", ["c"]), r"new: \S+/texts/c.jsonl\)"),
+        (lambda texts: (texts / "b.jsonl").unlink(), r"removed: \S+/texts/b.jsonl\)"),
+        (lambda texts: shutil.rmtree(texts), r"removed: \S+/texts/a.jsonl, \S+/texts/b.jsonl\)"),
+        (
+            lambda texts: (texts / "b.jsonl").rename(texts / "c.jsonl"),
+            r"new: \S+c.jsonl; removed: ",
+        ),
+        (lambda texts: write_jsonl(texts / "a.jsonl", ["a"]), r"changed: \S+/texts/a.jsonl\)"),
+        (lambda texts: _edit(texts / "a.jsonl"), r"changed: \S+/texts/a.jsonl\)"),
+        (lambda texts: _edit(texts.parent / "set.jsonl"), r"changed: \S+/set.jsonl\)"),
+        (
+            lambda texts: _edit(texts.parent / "tok/tokenizer.json"),
+            r"changed: \S+/tokenizer.json\)",
+        ),
+        (lambda texts: (texts / "a.jsonl").touch(), ""),
+        (_move, ""),
+    ],
+)
+def test_a_finished_folder_is_compared_with_its_files(texts, change, said):
+    prepare(_of(FIRST, texts, vocab_size=300, tokenizer="bpe"), "tok")
+    (texts.parent / "set.jsonl").write_text(json.dumps({"text": "a b c d e f g h i j k l m n"}))
+    config = _of(FIRST, texts, tokenizer="./tok", decontaminate={"evaluation_sets": ["set.jsonl"]})
+    made = prepare(config, "d")
+    change(texts)
+    if said:
+        with pytest.raises(
+            PrepareError, match=f"was made of other files .{said}.*name a new folder"
+        ):
+            prepare(config, "d")
+    else:
+        assert prepare(config, "d", pool=NothingToRun()) == made
+        assert prepare(config, "d", pool=NothingToRun()) == made
+    assert (
+        prepare(config, "d", pool=NothingToRun(), if_changed="ignore") == made
+    )  # never needs them
+
+
+def test_a_remote_file_is_compared_by_what_its_file_system_says(tmp_path):
+    fs, config = (
+        fsspec.filesystem("memory"),
+        PrepareConfig(input=("memory://a.txt",), tokenizer="bytes"),
+    )
+    fs.pipe("/a.txt", b"some words")
+    prepare(config, folder := tmp_path / "d")
+    assert prepare(config, folder, pool=NothingToRun()).complete
+    fs.pipe("/a.txt", b"some woods")
+    with pytest.raises(PrepareError, match=r"changed: memory:///a.txt"):
+        prepare(config, folder)
+
+
+def test_files_without_a_record_are_compared_by_name_and_size(texts):
+    """As of a folder that an older version made, and of one that was begun before a file was touched."""
+    config, said = _of(FIRST, texts), []
+    with pytest.raises(StoppedError):
+        prepare(config, "d", pool=StoppingAfter(3))
+    _edit(texts / "a.jsonl")
+    prepare(config, "d", on_progress=lambda one: said.append(one.news))
+    assert [news for news in said if re.search("begun before .*a.jsonl was last written to", news)]
+    with pytest.raises(PrepareError, match=r"changed: .*a.jsonl"):
+        prepare(config, "d")
+    Path("d/files.json").unlink()
+    said.clear()
+    prepare(config, "d", on_progress=lambda one: said.append(one.news))
+    assert "only their names and sizes were compared" in said[0]
+    write_jsonl(texts / "a.jsonl", ["longer"])
+    with pytest.raises(PrepareError, match=r"changed: .*a.jsonl"):
+        prepare(config, "d")
 
 
 @pytest.mark.parametrize("change", ["another text of the same size", "fewer lines"])

@@ -51,6 +51,16 @@ def opened(data: DataConfig, **options: Any) -> Loader:
     return Loader(data, **(dict[str, Any](global_batch=4, micro_batch=1) | options))
 
 
+def test_passes_are_those_of_the_source_that_is_repeated_most(made):
+    samples = OrderedSamples(made.config(weights={"a": 1.0, "b": 9.0, "c": 1.0}), BatchFetcher())
+    rows, [tokens] = 10_000, [samples.prepared.manifest.segments("b")[0].num_tokens("train")]
+    count, source, size = samples.passes(11 * rows)
+    assert (source, size) == ("b", tokens)
+    assert count == pytest.approx(9 * rows * S / tokens, rel=1e-3)
+    object.__setattr__(samples.prepared.manifest, "completion", None)
+    assert samples.passes(11 * rows) is None  # its sources still grow
+
+
 def test_samples_are_the_rows_of_the_streams_in_the_given_order(made):
     data = made.config(weights={"a": 2.0}, stages=STAGES, document_attention=True)
     refs = OrderedSamples(data, BatchFetcher()).order.refs_at(0, 40 * GLOBAL_BATCH)

@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +196,33 @@ def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path)
     (other / "thesis.txt").write_text("do not touch")
     with pytest.raises(ConfigError, match=r"is not empty and holds no run"):
         open_run(config, other)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"weights": {"a": 0.999, "b": 0.001}},
+            "data.weights gives no weight to c: name every source$",
+        ),
+        (
+            {"stages": [{"at_tokens": 7, "weights": {"c": 1}}]},
+            "stage at 7 tokens .* to a, b: .*with 0",
+        ),
+        ({"weights": {"a": 1, "b": 2, "c": 3}}, ""),
+        ({"stages": [{"at_tokens": 7, "weights": {"a": 0, "b": 0, "c": 1}}]}, ""),
+    ],
+)
+def test_once_weights_are_given_a_new_run_names_every_source(
+    data: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    sources = [{"name": name, "input": [name]} for name in "abc"]
+    config = Config.model_validate({"prepare": {"sources": sources}, "data": data})
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            open_run(config, tmp_path / "run")
+    else:
+        open_run(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("record", ["", '{"kind": "eval", "step": 0}\n', '{"kind": "train", "st'])

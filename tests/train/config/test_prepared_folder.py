@@ -32,7 +32,7 @@ def resolved(*overrides: str, name: str = "own_text") -> Config:
 
 def check_is_of(config: Config, folder: str) -> None:
     """Checks that a run has nothing to prepare, and room for every token."""
-    manifest = prepare(config.prepare, folder, pool=NothingToRun())
+    manifest = prepare(config.prepare, folder, pool=NothingToRun(), if_changed="ignore")
     assert config.model.vocab_size >= manifest.header.tokenizer.vocab_size
 
 
@@ -132,18 +132,24 @@ def _begun() -> None:
         (_begun, "has no finished data yet"),
     ],
 )
-@pytest.mark.parametrize("name", ["own_text", "smoke", "given.toml", "saved.toml"])
+@pytest.mark.parametrize("name", ["own_text", "smoke", "given.toml", "saved.toml", "config.json"])
 def test_a_folder_without_data_never_becomes_other_text(
     name: str, make: Callable[[], object], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "given.toml").write_text('recipe = "own_text"\n[data]\nseed = 1\n')
     (tmp_path / "saved.toml").write_text('recipe = "smoke"\n[prepare]\ninput = ["embedded"]\n')
+    stored = Config(prepare=PrepareConfig(input=("texts/a.jsonl",)))  # of a run
+    recipes = {**RECIPES, "config.json": lambda: stored}
     make()
+
+    def of(*words: str) -> PrepareConfig:
+        return resolve(name, ["data.directory=shards", *words], recipes).prepare
+
     with pytest.raises(ConfigError, match=f"data.directory='shards' {message}"):
-        resolved(name=name)
+        of("data.override_position=true")
     if not Path("shards").is_file():
-        assert resolved("prepare.input=texts", name=name).prepare.input == ("texts",)
-        assert resolved("prepare.input=embedded", name=name).prepare.input == ("embedded",)
+        assert of("prepare.input=texts").input == ("texts",)
+        assert of("prepare.input=embedded").input == ("embedded",)
 
 
 def test_a_file_that_names_folder_and_text_means_both(tmp_path: Path) -> None:
