@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError
+from ..files import fault
 from .compression import CHUNK_BYTES, check_head, chunks, is_compressed, text_bytes, unpacked_chunks
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
@@ -179,7 +180,7 @@ def _object(text: str | bytes, place: object) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not valid JSON ({error}); {_OBJECTS}") from error
+        raise InputError(f"{place}: not valid JSON ({fault(error)}); {_OBJECTS}") from error
     if not isinstance(record, dict):
         raise InputError(f"{place}: a JSON {type(record).__name__}; {_OBJECTS}")
     return record

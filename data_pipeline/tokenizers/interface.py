@@ -6,7 +6,7 @@ Implementations: `huggingface` (a tokenizer.json), `sentencepiece` (a .model fil
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,19 @@ CONFIG_FILE = "tokenizer_config.json"
 names their end, as on the Hugging Face hub."""
 
 END_OF_DOCUMENT = "<|end_of_document|>"
+
+
+def named_token(config: Mapping[str, Any], key: str) -> str:
+    """Returns a token that a tokenizer_config.json names, as a string or an object; "" for none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    token = config.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        raise ValueError(f"{CONFIG_FILE}: {key} is {token!r:.60}, not a token")
+    return token or ""
 
 
 class Tokenizer(Protocol):

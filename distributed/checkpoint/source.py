@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from ...data_pipeline.files import read_regular
 from ...plugins import some_of
 from .format import (
     CheckpointError,
@@ -90,7 +91,7 @@ def read_source(run_dir: Path) -> Source | None:
     """
     path = run_dir / SOURCE
     try:
-        return Source.model_validate_json(path.read_bytes())
+        return Source.model_validate_json(read_regular(path))
     except FileNotFoundError:
         return None
     except ValidationError as error:

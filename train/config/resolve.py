@@ -15,12 +15,12 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from ...data_pipeline.errors import ShardError
+from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
 from ...plugins import PluginError, check_call, import_own, is_own, nearest, runs_near, some_of
-from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
 from .suggestions import suggest
@@ -342,8 +342,7 @@ def _read_toml(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a file's values merged into its recipe's, and the file's values alone."""
     try:
-        with open_regular(path) as file:
-            values = tomllib.loads(file.read(MAX_BYTES).decode("utf-8-sig"))
+        values = tomllib.loads(read_regular(path).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -351,7 +350,7 @@ def _read_toml(
         convert = f"iconv -f {encoding} -t UTF-8 {path} > NEW.toml"
         raise ConfigError(f"{path}: is not UTF-8: `{convert}` converts it") from None
     except ValueError as error:  # the TOML, or a number of 5,000 digits
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+        raise ConfigError(f"{path}: is not valid TOML: {fault(error)}") from None
     except RecursionError:
         raise ConfigError(
             f"{path}: is nested too deeply; a configuration only has sections in sections"
@@ -400,7 +399,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     except RecursionError:
         raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
     except ValueError as error:  # a number of 5,000 digits
-        raise ConfigError(f"override {path}=…: {error}") from None
+        raise ConfigError(f"override {path}=…: {fault(error)}") from None
     try:
         set_value(values, path, value, KINDS)
     except ValueError as error:
