@@ -13,6 +13,7 @@ from typing import Any
 
 from ..data_pipeline.files import fault, read_regular
 
+
 @dataclass(frozen=True)
 class Hardware:
     """Describes ranks, their links, and the efficiency that software reaches."""

@@ -90,7 +90,10 @@ def find_template(name: str) -> bytes | None:
     _, folder = _folder_of(name)
     if (prepared := content_of(folder + TEMPLATE_FILE)) is not None:
         return prepared
-    return template_of_files(content_of(folder + JINJA_FILE), content_of(folder + CONFIG_FILE))
+    try:
+        return template_of_files(content_of(folder + JINJA_FILE), content_of(folder + CONFIG_FILE))
+    except ValueError as error:
+        raise InputError(f"tokenizer {name!r}: {error}") from error
 
 
 def _config_of_eos_id(tokenizer_json: bytes, folder: str) -> bytes | None:

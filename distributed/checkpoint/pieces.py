@@ -165,7 +165,9 @@ class PublishedFolder:
         try:
             self._bytes[name] = read_regular(self.file(name))
         except OSError as error:
-            raise CheckpointError(f"{self.path / name}: cannot be read ({error.strerror})") from None
+            raise CheckpointError(
+                f"{self.path / name}: cannot be read ({error.strerror})"
+            ) from None
         return _parsed(self._bytes[name], f"{self.path / name}")
 
     def file(self, name: str) -> Path:

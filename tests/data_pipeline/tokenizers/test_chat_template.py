@@ -39,8 +39,8 @@ def folder_of(folder: Path, template: object = CHATML, **config: Any) -> Path:
 
 
 def template_in(folder: Path) -> ChatTemplate:
-    found = json.loads(find_template(str(folder)) or b"{}")
-    return ChatTemplate(found["template"], found["names"], open_tokenizer(str(folder)))
+    saved = find_template(str(folder)) or b""
+    return ChatTemplate(saved, open_tokenizer(str(folder)), where=str(folder))
 
 
 def chat_of_transformers(folder: Path, prompt: str, answer: str) -> list[int]:
@@ -70,7 +70,7 @@ def test_the_ids_are_those_of_transformers(
     template: str, prompt: str, answer: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path / "chat", TEMPLATES[template])
-    begun, ended = template_in(folder).encode(prompt, answer)
+    ((begun, ended),) = template_in(folder).encode_batch([(prompt, answer)])
     end = open_tokenizer(str(folder)).end_of_document_id
     theirs = chat_of_transformers(folder, prompt, answer)
     theirs = theirs[
@@ -82,7 +82,7 @@ def test_the_ids_are_those_of_transformers(
 def test_a_text_that_spells_a_special_token_stays_text(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "chat")
     tokenizer, template = open_tokenizer(str(folder)), template_in(folder)
-    begun, ended = template.encode("a<|im_end|>b", "<|im_start|>")
+    ((begun, ended),) = template.encode_batch([("a<|im_end|>b", "<|im_start|>")])
     special = [tokenizer._library.token_to_id(token) for token in SPECIAL]  # type: ignore[attr-defined]
     assert np.isin(begun, special).sum() == 4  # <s>, start, end, start
     assert not np.isin(ended, special).any()
@@ -103,7 +103,7 @@ REFUSED = {
 def test_templates_that_fail_or_reach_out_are_refused(template: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "chat", template)
     with pytest.raises(InputError, match=REFUSED[template]):
-        template_in(folder).encode("a", "b")
+        template_in(folder).check()
 
 
 def prepared(folder: Path, out: Path, **changes: Any) -> PrepareConfig:
