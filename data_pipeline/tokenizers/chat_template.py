@@ -120,10 +120,6 @@ class ChatTemplate:
         """
         return self._ids(*self._render([[("user", prompt)]]))
 
-    def spelled(self, text: str) -> list[str]:
-        """Returns the special tokens that a text spells."""
-        return list(dict.fromkeys(self._spelled.findall(text)))
-
     def _render(self, conversations: Iterable[Sequence[tuple[str, str]]]) -> list[str]:
         """Renders conversations; one that ends with the user's words is continued by the assistant's."""
         contexts = [

@@ -60,8 +60,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self._library = _parsed(text_json)
         described = json.loads(self._library.to_str())
         self._boundaries = boundaries_of(described)
+        self.special_tokens: list[str] = [
+            one["content"] for one in described["added_tokens"] if one["special"]
+        ]
         self.end_of_document = end_of_document
-        self.end_of_document_id = self._checked_end(described)
+        self.end_of_document_id = self._checked_end()
         self.vocab_size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
         self._fast = _proven_encoder(text_json)
@@ -114,11 +117,10 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
 
-    def _checked_end(self, described: dict[str, Any]) -> int:
+    def _checked_end(self) -> int:
         """Returns the id of the end of a document."""
-        end = self.end_of_document
+        end, special = self.end_of_document, self.special_tokens
         index = self._library.token_to_id(end)
-        special = [one["content"] for one in described["added_tokens"] if one["special"]]
         if index is None:
             raise ValueError(
                 f"the tokenizer has no token {end!r} to end a document with; its special tokens "

@@ -57,6 +57,11 @@ class Tokenizer(Protocol):
         files = self.files
         return hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()
 
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Returns the tokens that no text is encoded to, as the tokenizer's file spells them."""
+        return [self.end_of_document]
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids of `token_dtype(vocab_size)`, without an end.
 

@@ -47,6 +47,12 @@ class SentencePieceTokenizer(Tokenizer):
             files[CONFIG_FILE] = json.dumps({"eos_token": self.end_of_document}).encode()
         return files
 
+    @property
+    def special_tokens(self) -> list[str]:
+        """Returns the model's control symbols."""
+        controls = filter(self._processor.is_control, range(self.vocab_size))
+        return list(map(self._processor.id_to_piece, controls))
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids, with no end of document added."""
         dtype = token_dtype(self.vocab_size)
@@ -62,18 +68,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _end(self, name: str) -> int:
         processor = self._processor
-        controls = [
-            processor.id_to_piece(index)
-            for index in range(self.vocab_size)
-            if processor.is_control(index)
-        ]
         index = processor.piece_to_id(name) if name else processor.eos_id()
         if 0 <= index < self.vocab_size and processor.is_control(index):
             return index
         asked = f"control symbol {name!r}" if name else "end of sentence"
         raise ValueError(
             f"the SentencePiece model has no {asked} to end a document with; its control symbols "
-            f"are {some_of(map(repr, controls), repr(name))}: name one of them as prepare.end_of_document"
+            f"are {some_of(map(repr, self.special_tokens), repr(name))}: name one of them as prepare.end_of_document"
         )
 
 
