@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from ...data_pipeline.encodings import conversion
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
@@ -346,9 +347,8 @@ def _read_toml(
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-        convert = f"iconv -f {encoding} -t UTF-8 {path} > NEW.toml"
-        raise ConfigError(f"{path}: is not UTF-8: `{convert}` converts it") from None
+        advice = conversion(error.object, str(path), "NEW.toml")
+        raise ConfigError(f"{path}: is not UTF-8. {advice}") from None
     except ValueError as error:  # the TOML, or a number of 5,000 digits
         raise ConfigError(f"{path}: is not valid TOML: {fault(error)}") from None
     except RecursionError:

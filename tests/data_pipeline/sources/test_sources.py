@@ -505,9 +505,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
     def denied(*arguments, **options):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(
-        type(fsspec.filesystem("file")), "open", denied
-    )  # chmod would not stop root
+    monkeypatch.setattr(os, "open", denied)  # chmod would not stop root
     with pytest.raises(
         InputError, match=r"a.jsonl cannot be read \(Permission denied\): check the name, and that"
     ):
