@@ -58,14 +58,17 @@ class Unit:
 
 
 def plan_units(
-    config: PrepareConfig, tell: Callable[[str], None] = lambda news: None
+    config: PrepareConfig,
+    tell: Callable[[str], None] = lambda news: None,
+    *,
+    lenient: bool = False,
 ) -> tuple[Unit, ...]:
-    """Lists all units in the order of decisions and commits; for `tell` see `plan_splits`.
+    """Lists all units in the order of decisions and commits; for the rest see `plan_splits`.
 
     Raises:
         InputError: some input does not exist.
     """
-    splits = plan_splits(config, tell)
+    splits = plan_splits(config, tell, lenient=lenient)
     units = [
         unit
         for source in config.all_sources

@@ -46,6 +46,9 @@ class Tokenizer(Protocol):
     end_of_document: str
     """The token that ends a document, as the tokenizer's file spells it."""
 
+    special_tokens: Sequence[str]
+    """The tokens that no text is encoded to, as the tokenizer's file spells them."""
+
     @property
     def files(self) -> Mapping[str, bytes]:
         """Returns the files, by name, from which `load_tokenizer` makes the same tokenizer."""
@@ -56,11 +59,6 @@ class Tokenizer(Protocol):
         """Returns the hex SHA-256 of the files in the order of their names, which identifies it."""
         files = self.files
         return hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()
-
-    @property
-    def special_tokens(self) -> Sequence[str]:
-        """Returns the tokens that no text is encoded to, as the tokenizer's file spells them."""
-        return [self.end_of_document]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids of `token_dtype(vocab_size)`, without an end.

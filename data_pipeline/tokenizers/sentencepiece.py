@@ -36,6 +36,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = model
         self._processor = _processor(model)
         self.vocab_size: int = self._processor.get_piece_size()
+        controls = filter(self._processor.is_control, range(self.vocab_size))
+        self.special_tokens: list[str] = list(map(self._processor.id_to_piece, controls))
         self.end_of_document_id = self._end(end_of_document)
         self.end_of_document: str = self._processor.id_to_piece(self.end_of_document_id)
 
@@ -46,12 +48,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self.end_of_document_id != self._processor.eos_id():
             files[CONFIG_FILE] = json.dumps({"eos_token": self.end_of_document}).encode()
         return files
-
-    @property
-    def special_tokens(self) -> list[str]:
-        """Returns the model's control symbols."""
-        controls = filter(self._processor.is_control, range(self.vocab_size))
-        return list(map(self._processor.id_to_piece, controls))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to an array of ids, with no end of document added."""
