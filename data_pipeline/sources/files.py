@@ -88,10 +88,12 @@ def content_of(url: str) -> bytes | None:
     if not is_there:
         return None
     with opened(url) as file:
-        content = file.read(MAX_BYTES + 1)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        content = file.read(size if size <= MAX_BYTES else 64)
     check_head(url, content)
-    if len(content) > MAX_BYTES:
-        raise InputError(f"{url}: has more than {MAX_BYTES >> 20} MiB, so it is no such file")
+    if size > MAX_BYTES:
+        raise InputError(f"{url}: has more than {MAX_BYTES >> 20} MiB, the limit of such a file")
     return content
 
 

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..files import json_object, read_regular
+from ..files import json_object
 from ..read.token_store import token_dtype
+from ..sources.files import content_of
 from .fast import plain_library
 from .interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, named_token
 
@@ -266,7 +267,5 @@ def _parts_of(saved: bytes, where: str) -> tuple[str, dict[str, str]]:
 @lru_cache(maxsize=1)
 def chat_of(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Returns the chat template of a prepared folder, which its tokenizer encodes; None without one."""
-    path = directory / TEMPLATE_FILE
-    if not path.exists():
-        return None
-    return ChatTemplate(read_regular(path), tokenizer, where=str(directory))
+    saved = content_of(str(directory / TEMPLATE_FILE))
+    return None if saved is None else ChatTemplate(saved, tokenizer, where=str(directory))
