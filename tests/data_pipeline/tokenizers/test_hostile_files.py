@@ -102,7 +102,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "a panic": (
         with_("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}),
-        "cannot load it: Precompiled",
+        "cannot encode a text .*index out of bounds",
     ),
     "a broken expression": (with_("pre_tokenizer", SPLIT | {"pattern": {"Regex": "(("}}), "cannot"),
     "a pre-tokenizer of a number": (with_("pre_tokenizer", 3), "cannot load it"),
@@ -147,7 +147,9 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(
-    ("file", "text"), [(file, text) for file, texts in TEXTS.items() for text in texts], ids=repr
+    ("file", "text"),
+    [(file, text) for file, texts in TEXTS.items() for text in texts],
+    ids=lambda text: text[:20],
 )
 def test_a_damaged_text_is_one_error(file: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=TEXTS[file][text]):
@@ -171,7 +173,7 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("config", TEMPLATES, ids=repr)
+@pytest.mark.parametrize("config", TEMPLATES, ids=lambda text: text[:20])
 def test_a_damaged_chat_template_is_one_error(config: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(InputError, match=TEMPLATES[config]):
