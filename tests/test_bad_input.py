@@ -91,6 +91,10 @@ def assert_refused(moebius: Command, words: list[str], message: str, *, code: in
         ),
         (["mesh.ep=2", "mesh.dp_replicate=2", "job.ranks_per_node=3"], r"4 ranks.*world has 3"),
         (["model.d_model=" + "[" * 9000], r"override model\.d_model=…: .*nested too deep"),
+        (
+            ["model.d_model=" + "9" * 5000],
+            r"override model\.d_model=…: a number has more than 4,300",
+        ),
         (["train.threads=9223372036854775807"], r"train\.threads: .*less than or equal"),
     ],
 )
@@ -121,6 +125,7 @@ def test_a_configuration_that_cannot_run(
         ('\ufeffrecipe = "smoke"', r"is not UTF-8\. .*: iconv -f UTF-16 -t UTF-8 mine\.toml > NEW"),
         ("deep = " + "[" * 9000, r"mine\.toml: is nested too deeply"),
         ("deep = " + "{a = " * 9000, r"mine\.toml: is nested too deeply"),
+        ("n = " + "9" * 5000, r"is not valid TOML: a number has more than 4,300 digits$"),
     ],
     ids=lambda text: text[:20],
 )

@@ -92,11 +92,12 @@ def read_source(run_dir: Path) -> Source | None:
     path = run_dir / SOURCE
     try:
         return Source.model_validate_json(read_regular(path))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
+    except (OSError, ValidationError) as error:
+        if not path.exists():
+            return None
+        reason = error.strerror if isinstance(error, OSError) else f"{error.error_count()} errors"
         raise CheckpointError(
-            f"{path}: is damaged ({error.error_count()} errors): start the run again with --from"
+            f"{path}: is damaged ({reason}): start the run again with --from"
         ) from None
 
 

@@ -210,6 +210,11 @@ def _twice(name: str) -> bytes:
             b'{"text": "a"}\n{"text": "\xff"}\n',
             r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv",
         ),
+        (
+            "a.jsonl",
+            b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+            r"a.jsonl, byte 0, line 1: not valid JSON \(a number has more than 4,300 digits\);",
+        ),
         ("a.txt", b"one\ntwo \xe4\xf6\n", r"a.txt, byte 8, line 2: not UTF-8 \(byte 0xe4"),
         (
             "a.txt",
