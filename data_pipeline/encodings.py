@@ -11,32 +11,28 @@ from itertools import zip_longest
 
 SAMPLE_BYTES = 2**16
 
-# of what people have, the likelier one first; `iconv` knows all of them
-_NAMES = {
-    "utf_16": "UTF-16",
-    "utf_16_le": "UTF-16LE",
-    "utf_16_be": "UTF-16BE",
-    "utf_32": "UTF-32",
-    "utf_32_le": "UTF-32LE",
-    "utf_32_be": "UTF-32BE",
-    "euc_jp": "EUC-JP",
-    "cp932": "CP932",
-    "gb18030": "GB18030",
-    "big5": "BIG5",
-    "big5hkscs": "BIG5-HKSCS",
-    "cp949": "CP949",
-    "johab": "JOHAB",
-    **{f"cp{number}": f"CP{number}" for number in (1252, 1250, 1251)},
-    "koi8_r": "KOI8-R",
-    "koi8_u": "KOI8-U",
-    **{f"cp{number}": f"CP{number}" for number in (*range(1253, 1259), 874)},
-    **{f"iso8859_{part}": f"ISO-8859-{part}" for part in (2, 3, 5, 6, 7, 8, 9, 13, 14, 15, 16)},
-    **{f"cp{number}": f"CP{number}" for number in (866, 850, 437, 852, 862)},
-    "mac_roman": "MACINTOSH",
-    "mac_cyrillic": "MAC-CYRILLIC",
-}
-_ORDER = list(_NAMES)
-_WIDE = [name for name in _NAMES if name.startswith("utf_")]
+# by Python's names, of what people have, the likelier one first; `iconv` knows all of them
+_WIDE = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
+_ORDER = [
+    *_WIDE,
+    *[
+        "euc_jp",
+        "cp932",
+        "gb18030",
+        "big5",
+        "big5hkscs",
+        "cp949",
+        "johab",
+        "cp1252",
+        "cp1250",
+        "cp1251",
+        "koi8_r",
+        "koi8_u",
+    ],
+    *["cp1253", "cp1254", "cp1255", "cp1256", "cp1257", "cp1258", "cp874"],
+    *(f"iso8859_{part}" for part in (2, 3, 5, 6, 7, 8, 9, 13, 14, 15, 16)),
+    *["cp866", "cp850", "cp437", "cp852", "cp862", "mac_roman", "mac_cyrillic"],
+]
 _WIDE_BYTES = 64  # shorter ones may mean anything as UTF-16
 # which of four bytes are null in much of a text
 _NULLS = {"0101": "UTF-16LE", "1010": "UTF-16BE", "0111": "UTF-32LE", "1110": "UTF-32BE"}
@@ -70,30 +66,29 @@ def guessed(sample: bytes) -> dict[str, str]:
     if wide := wide_encoding(sample):
         return {wide: ""}
     sample = sample[:SAMPLE_BYTES]
-    if (
-        sum(byte > 127 for byte in sample) < len(sample) / 10
-    ):  # in much ASCII, the library sees little
+    if sum(byte > 127 for byte in sample) < len(sample) / 10:  # too little for the library
         lines = [line for line in sample.split(b"\n") if not line.isascii()]
         sample = b"\n".join(lines) or sample
     tried = _ORDER if len(sample) >= _WIDE_BYTES else _ORDER[len(_WIDE) :]
     matches = list(from_bytes(sample, cp_isolation=tried))
     if not matches:
         return {}
-    close = [
-        match
-        for match in matches
-        if match.chaos <= matches[0].chaos + _CLOSE[0]
-        and match.coherence >= matches[0].coherence - _CLOSE[1]
-    ]
-    names = {name for match in close for name in match.could_be_from_charset if name in _NAMES}
-    texts = {}  # of those that read it differently
+    chaos, coherence = matches[0].chaos + _CLOSE[0], matches[0].coherence - _CLOSE[1]
+    close = [one for one in matches if one.chaos <= chaos and one.coherence >= coherence]
+    names = {name for match in close for name in match.could_be_from_charset if name in _ORDER}
+    texts: dict[str, str] = {}  # those that differ, with the name of the likeliest that reads so
     for name in sorted(names, key=_ORDER.index):
-        if (text := sample.decode(name, errors="replace")) not in texts.values():
-            texts[_NAMES[name]] = text
-    texts = dict(list(texts.items())[:_MOST])
-    words = zip_longest(*(text.split() for text in texts.values()), fillvalue="")
-    telling = next((row for row in words if len(set(row)) == len(texts)), [""] * len(texts))
-    return dict(zip(texts, telling, strict=True))
+        texts.setdefault(sample.decode(name, errors="replace"), iconv_name(name))
+    found = list(texts)[:_MOST]
+    words = zip_longest(*map(str.split, found), fillvalue="")
+    telling = next((row for row in words if len({*row}) == len(row)), [""] * len(found))
+    return {texts[text]: word for text, word in zip(found, telling, strict=True)}
+
+
+def iconv_name(name: str) -> str:
+    """Returns the name by which `iconv` knows one of Python's codecs."""
+    plain = {"mac_roman": "macintosh"}.get(name, name).upper().replace("_", "-")
+    return re.sub("-([LB]E)$", r"\1", plain)
 
 
 def wide_encoding(head: bytes) -> str:

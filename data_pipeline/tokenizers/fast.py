@@ -167,8 +167,8 @@ def _pattern(described: dict[str, Any]) -> str:
     if _changes_text(described.get("normalizer")):
         raise UnsuitableError("it normalises text")
     splitting = described["pre_tokenizer"] or {}
-    steps = splitting.get("pretokenizers", [splitting]) or [{}]
-    *first, last = [{"type": None} | step for step in steps]
+    steps = splitting.get("pretokenizers", [splitting])
+    *first, last = [{"type": None} | step for step in steps or [{}]]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         raise UnsuitableError("it does not split text byte by byte, without a blank in front")
     kinds = [step["type"] for step in first]
