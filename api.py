@@ -99,11 +99,7 @@ class TextTokenizer:
         return torch.tensor(ids.tolist(), dtype=torch.int64, device=self._device)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """Returns the text of token ids, without ends of documents.
-
-        Args:
-            ids: one dimension, a tensor or a list.
-        """
+        """Returns the text of a tensor or list of token ids, without ends of documents."""
         return self._tokenizer.decode(ids.tolist() if isinstance(ids, Tensor) else ids)
 
 
@@ -121,6 +117,7 @@ class LoadedModel:
     tokenizer: TextTokenizer
     config: Config
     step: int
+    run_dir: Path = Path()
 
     def generate(
         self,
@@ -130,6 +127,7 @@ class LoadedModel:
         temperature: float = 0.8,
         top_p: float = 1.0,
         seed: int = 0,
+        chat: bool = False,
     ) -> str:
         """Returns the prompt followed by the text that the model generates.
 
@@ -139,6 +137,7 @@ class LoadedModel:
             temperature: of the sampling; 0 always takes the most likely token.
             top_p: samples among the likeliest tokens that have this probability together.
             seed: of the sampling, and of the group context if sequences are routed together.
+            chat: sends the prompt through the run's chat template, and returns the answer alone.
 
         Raises:
             ValueError: the prompt is empty, or the model cannot generate.
@@ -150,6 +149,7 @@ class LoadedModel:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            chat=chat,
         )
         return "".join(pieces)
 
@@ -199,7 +199,7 @@ class LoadedModel:
 
     @property
     def _restored(self) -> Restored:
-        return Restored(self.model, self.config, self.step)
+        return Restored(self.model, self.config, self.step, self.run_dir)
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def load(
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
     tokenizer = TextTokenizer(tokenizer_of_run(restored), process.device)
-    return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
+    return LoadedModel(restored.model, tokenizer, restored.config, restored.step, run_dir)
 
 
 def evaluate(

@@ -1,19 +1,85 @@
 """Files that are whole or absent, locks that end with their process, and lines that stay whole.
 
+Files that others write (a downloaded folder, another user's run) are read here, too: without waiting,
+within bounds, and only if they are regular files.
+
 Every room may import this module, which imports none of ours.
 """
 
 import errno
 import fcntl
 import io
+import json
 import os
 import secrets
+import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, BinaryIO
 
 TEMPORARY = ".tmp-"
+MAX_BYTES = 64 << 20
+"""The largest configuration, tokenizer or index that is read; the largest published one has 35 MB."""
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Opens a regular file for reading, without waiting for a pipe's writer.
+
+    Raises:
+        FileNotFoundError: there is no regular file of this name.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "Not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path | str, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns the bytes of a regular file.
+
+    Raises:
+        FileNotFoundError: there is no regular file of this name.
+        OSError: it cannot be read or is larger than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        is_larger = file.seek(0, os.SEEK_END) > max_bytes
+        file.seek(0)
+        data = b"" if is_larger else file.read(max_bytes + 1)
+    if is_larger or len(data) > max_bytes:  # which grew meanwhile
+        raise OSError(errno.EFBIG, f"Larger than {max_bytes >> 20} MiB", str(path))
+    return data
+
+
+def json_object(
+    data: bytes | str, name: str, *, hook: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> dict[str, Any]:
+    """Parses a JSON object that somebody else wrote.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply, or not an object; the message begins with `name`.
+    """
+    try:
+        values = json.loads(data, object_pairs_hook=hook)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: is not JSON: {fault(error)}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: is a {type(values).__name__}, not a JSON object")
+    return values
+
+
+def fault(error: Exception) -> str:
+    """Returns what a parser says about a text, in words about the text instead of Python."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    digits = f"a number has more than {sys.get_int_max_str_digits():,} digits"
+    return digits if "int_max_str_digits" in str(error) else str(error)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ShardError
+from .files import read_regular
 from .manifest import (
     SPLITS,
     UNFINISHED,
@@ -47,7 +48,7 @@ def data_folder(path: Path) -> Path:
     if (path / UNFINISHED).is_dir():
         raise ShardError(f"{path} is being prepared, and no segment is sealed yet: try again later")
     try:
-        directory = json.loads((path / _CONFIG_FILE).read_bytes())["data"]["directory"]
+        directory = json.loads(read_regular(path / _CONFIG_FILE))["data"]["directory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         directory = ""
     if directory and isinstance(directory, str):

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data_pipeline.manifest import is_prepared
-from ..data_pipeline.tokenizers.hub import open_tokenizer
+from ..data_pipeline.tokenizers.chat_template import ChatTemplate
+from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
+from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
@@ -27,6 +29,7 @@ class Restored:
     model: Transformer
     config: Config
     step: int
+    run_dir: Path = Path()
 
 
 def restore(
@@ -71,7 +74,7 @@ def restore(
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
-    return Restored(model.eval(), config, meta["progress"]["step"])
+    return Restored(model.eval(), config, meta["progress"]["step"], run_dir)
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:
@@ -128,3 +131,22 @@ def tokenizer_of_run(restored: Restored) -> Tokenizer:
             "with another vocabulary; restore the run's folder"
         )
     return tokenizer
+
+
+def chat_of_run(restored: Restored, tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the chat template beside a run's data, its source's files, or its tokenizer.
+
+    Raises:
+        ValueError: there is none, or it cannot be used.
+    """
+    config, source = restored.config, restored.run_dir / SOURCE_FILES
+    places = [config.data.directory, str(source)]
+    places += [config.prepare.tokenizer] if config.prepare.loads_tokenizer else []
+    advice = "leave out --chat (chat=True) to continue the text itself"
+    for place in filter(None, places):
+        if saved := find_template(place):
+            return ChatTemplate(saved, tokenizer, where=place, advice=advice)
+    raise ConfigError(
+        f"{restored.run_dir}: has no chat template, neither with its data nor with its tokenizer: "
+        f"{advice}, or put the model's chat_template.jinja into {source}"
+    )

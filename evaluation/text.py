@@ -4,17 +4,22 @@ A model that routes sequences together needs a group context from its training t
 2310.15961), drawn from the seed.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..data_pipeline.tokenizers.interface import Tokenizer
+from ..plugins import some_of
 from .batches import Row
 from .generate import generate
 from .group_context import GroupContextText, group_context_size
-from .restore import Restored, refuse_pairs, tokenizer_of_run
+from .restore import Restored, chat_of_run, refuse_pairs, tokenizer_of_run
 from .scoring import open_scorer
+
+logger = logging.getLogger(__name__)
 
 
 def write_text(
@@ -26,21 +31,25 @@ def write_text(
     seed: int,
     top_p: float = 1.0,
     cache_loops: int | None = None,
+    chat: bool = False,
 ) -> Iterator[str]:
     """Yields the prompt and then, piece by piece, the generated text.
 
-    A piece is held back until its last bytes form a whole character. For the options see
-    `generate`.
+    A piece is held back until its last bytes form a whole character. With `chat`, the run's chat
+    template makes the prompt a user's message; its answer alone is yielded, up to its end. For the
+    other options see `generate`.
 
     Raises:
         ValueError: the run's data cannot be read, or the model cannot generate.
     """
     refuse_pairs(restored)
     tokenizer = tokenizer_of_run(restored)
-    ids = tokenizer.encode_batch([prompt])[0].astype("int64").tolist()
+    ids = chat_of_run(restored, tokenizer).begin(prompt) if chat else _plain(tokenizer, prompt)
+    ids = ids.astype("int64").tolist()
     context_MS = draw_group_context(restored, len(ids) + num_tokens - 1, seed=seed)
-    shown = len(prompt)
-    yield prompt
+    shown = len(tokenizer.decode(ids)) if chat else len(prompt)
+    if not chat:
+        yield prompt
     for token in generate(
         restored.model,
         torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device),
@@ -51,11 +60,24 @@ def write_text(
         context_MS=context_MS,
         cache_loops=cache_loops,
     ):
+        if chat and token == tokenizer.end_of_document_id:
+            return
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):
             yield text[shown:]
             shown = len(text)
+
+
+def _plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Encodes a text, and says so if it spells special tokens."""
+    if spelled := [token for token in tokenizer.special_tokens if token in text]:
+        logger.warning(
+            "%s in the text is encoded as plain text, not as a special token; with --prompt, --chat "
+            "(chat=True) writes special tokens as the run's chat template does",
+            some_of(spelled),
+        )
+    return tokenizer.encode_batch([text])[0]
 
 
 def draw_group_context(restored: Restored, length: int, *, seed: int) -> torch.Tensor | None:
@@ -112,7 +134,7 @@ def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) 
     refuse_pairs(restored)
     data = restored.config.data
     tokenizer = tokenizer_of_run(restored)
-    tokens = tokenizer.encode_batch([text])[0].tolist()
+    tokens = _plain(tokenizer, text).tolist()
     if not tokens or draws < 1:
         raise ValueError(
             f"scoring needs at least one token and one draw, got {len(tokens)} tokens, {draws} draws"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..data_pipeline.files import fault, read_regular
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -189,11 +191,11 @@ def find_hardware(name_or_file: str) -> Hardware:
         )
     path = Path(name_or_file)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(read_regular(path).decode())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not valid TOML: {fault(error)}") from None
     base = values.pop("base", None)
     if base not in HARDWARE:
         raise ValueError(f"{path}: base = {base!r} is unknown; choose {', '.join(HARDWARE)}")

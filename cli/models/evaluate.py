@@ -16,7 +16,7 @@ _ONE_OF = ("tasks", "score", "stride", "prompt")
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
 _NEEDS = {  # options that only some measurements read
     **dict.fromkeys(("data", "limit", "context", "too_long", "per_item", "json"), ("tasks",)),
-    **dict.fromkeys(("tokens", "temperature", "top_p", "cache_loops"), ("prompt",)),
+    **dict.fromkeys(("chat", "tokens", "temperature", "top_p", "cache_loops"), ("prompt",)),
     "draws": ("tasks", "score"),
     "seed": ("tasks", "score", "prompt"),
 }
@@ -84,6 +84,9 @@ def _add_eval(commands: Commands) -> None:
         help="with --prompt: keep keys and values of M loops only; loop r uses those of loop r mod M",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
+    parser.add_argument(
+        "--chat", action="store_true", help="answer --prompt through the run's chat template"
+    )
     parser.add_argument(
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
@@ -299,6 +302,7 @@ def _write(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
         cache_loops=options.cache_loops,
+        chat=options.chat,
     ):
         print(piece, end="", flush=True)
     print()

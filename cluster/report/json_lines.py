@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...train.record.untrusted import escaped, open_regular
+from ...data_pipeline.files import open_regular
+from ...train.record.untrusted import escaped
 
 MAX_LINE = 16 << 20
 _WHOLE_BYTES = 4 << 20  # of a file that is read whole rather than sampled

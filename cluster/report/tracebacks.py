@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ...train.record.untrusted import open_regular
+from ...data_pipeline.files import open_regular
 
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")

@@ -132,7 +132,7 @@ def prepare(
     manifest = finished(config, folder)
     if manifest is None:
         # before writing anything: most mistakes are in the names of the input
-        units = plan_units(config, tell)
+        units = plan_units(config, tell, lenient=on_poison == "quarantine")
         if pool is None or _needs_no_pool(units):
             pool = SerialPool()
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
@@ -260,6 +260,10 @@ class _Preparation:
 
     def _recall(self) -> None:
         """Finds what an earlier run has done, and what to do first."""
+        if not is_prepared(
+            self._folder
+        ):  # nothing is sealed without them: what was repaired counts
+            forget_quarantined(self._folder)
         for index, unit in enumerate(self._units):
             if (entry := read_quarantined(self._folder, unit)) is not None:
                 self._quarantined[index] = entry

@@ -411,9 +411,8 @@ def _encoded(
 ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Yields each document's prompt, if it has one, and its text as ids."""
     if chat is not None:
-        for document in documents:
-            prompt, answer = chat.encode(document.prompt, document.text)
-            yield [prompt], answer
+        pairs = ((document.prompt, document.text) for document in documents)
+        yield from (([prompt], answer) for prompt, answer in chat.encode_batch(pairs))
         return
     texts = [text for document in documents for text in (document.prompt, document.text)]
     tokens = iter(tokenizer.encode_batch([text for text in texts if text]))

@@ -59,9 +59,12 @@ class Unit:
 
 
 def plan_units(
-    config: PrepareConfig, tell: Callable[[str], None] = lambda news: None
+    config: PrepareConfig,
+    tell: Callable[[str], None] = lambda news: None,
+    *,
+    lenient: bool = False,
 ) -> tuple[Unit, ...]:
-    """Lists all units in the order of decisions and commits; for `tell` see `plan_splits`.
+    """Lists all units in the order of decisions and commits; for the rest see `plan_splits`.
 
     Imports the user's functions here, before processes of a pool or of a cluster do.
 
@@ -73,7 +76,7 @@ def plan_units(
         named_function(name, where="prepare.filters", wants="a function of a document's text")
     if config.tokenizer.startswith(PYTHON):
         named_function(config.tokenizer, where="prepare.tokenizer", wants="a function of words")
-    splits = plan_splits(config, tell)
+    splits = plan_splits(config, tell, lenient=lenient)
     units = [
         unit
         for source in config.all_sources

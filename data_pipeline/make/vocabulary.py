@@ -12,7 +12,7 @@ from ...plugins import some_of
 from ..atomic import atomic_write
 from ..errors import InputError
 from ..prepare_config import PrepareConfig
-from ..tokenizers.chat_template import TEMPLATE_FILE
+from ..tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate
 from ..tokenizers.hub import find_template, open_tokenizer
 from ..tokenizers.interface import Tokenizer
 from ..tokenizers.raw_bytes import BytesTokenizer
@@ -32,6 +32,7 @@ class Vocabulary:
         if config.tokenizer != "bpe" and not has_tokenizer(folder):
             tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else _opened(config)
             if config.uses_chat_template and (template := find_template(config.tokenizer)):
+                ChatTemplate(template, tokenizer, where=config.tokenizer).check()
                 with atomic_write(
                     folder / TEMPLATE_FILE
                 ) as file:  # first: the tokenizer is the mark

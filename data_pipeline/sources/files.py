@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple, cast
 import fsspec
 
 from ..errors import InputError
+from ..files import MAX_BYTES, open_regular
 from ..prepare_config import OWN_TEXTS
 from ..retries import explain, is_of_connection, is_passing, patiently
 from .compression import check_head, is_compressed
@@ -78,7 +79,7 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
                 f"{url} had {expected_size} bytes when preparation began and has {size} now: "
                 "prepare again into an empty folder, from files that nobody writes to"
             )
-        file = fs.open(path, "rb") if _is_local(fs) else RemoteFile(fs, path, size)
+        file = open_regular(path) if _is_local(fs) else RemoteFile(fs, path, size)
         with cast("IO[bytes]", file):
             yield cast("IO[bytes]", file)
 
@@ -95,8 +96,12 @@ def content_of(url: str) -> bytes | None:
     if not is_there:
         return None
     with opened(url) as file:
-        content = file.read()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        content = file.read(size if size <= MAX_BYTES else 64)
     check_head(url, content)
+    if size > MAX_BYTES:
+        raise InputError(f"{url}: has more than {MAX_BYTES >> 20} MiB, the limit of such a file")
     return content
 
 

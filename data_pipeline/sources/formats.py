@@ -6,7 +6,7 @@ points. A folder stands for its readable files; the others are counted. The embe
 splits. A new format needs a module beside this one and a line in the table.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,12 +74,15 @@ def kind_of(url: str, forced: str = "") -> str | None:
 
 
 def plan_splits(
-    config: PrepareConfig, tell: Callable[[str], None] = lambda news: None
+    config: PrepareConfig,
+    tell: Callable[[str], None] = lambda news: None,
+    *,
+    lenient: bool = False,
 ) -> tuple[InputSplit, ...]:
     """Lists all input splits, source after source.
 
     Validation comes first in each source, so that text in both is not trained on. `tell` is called
-    with what a folder or glob holds and is not read.
+    with what a folder or glob holds and is not read. With `lenient`, a damaged file is one split.
 
     Raises:
         InputError: some input does not exist.
@@ -88,7 +91,7 @@ def plan_splits(
         split
         for source in config.all_sources
         for patterns, role in _sides(source)
-        for split in _plan(source, patterns, role, config, tell)
+        for split in _plan(source, patterns, role, config, tell, lenient)
     )
 
 
@@ -103,6 +106,7 @@ def _plan(
     role: Role,
     config: PrepareConfig,
     tell: Callable[[str], None],
+    lenient: bool,
 ) -> Iterator[InputSplit]:
     seen: set[str] = set()
     for pattern in patterns:
@@ -112,8 +116,20 @@ def _plan(
             seen.add(url)
             if not _FORMATS[kind].has_fields:
                 _check_fields(source, url)
-            for start, stop, num_bytes in _FORMATS[kind].ranges(url, size, config.split_bytes):
+            for start, stop, num_bytes in _ranges(kind, url, size, config.split_bytes, lenient):
                 yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes, stamp)
+
+
+def _ranges(
+    kind: str, url: str, size: int, split_bytes: int, lenient: bool
+) -> Iterable[SplitRange]:
+    """Returns the ranges of a file; of one that cannot be opened, one range, whose reading fails."""
+    try:
+        return list(_FORMATS[kind].ranges(url, size, split_bytes))
+    except InputError:
+        if not lenient:
+            raise
+        return [SplitRange(0, 1, size)]
 
 
 def _expand(

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..data_config import MAX_DOCUMENT_BYTES
+from ..encodings import SAMPLE_BYTES, conversion, escaped_encoding, is_utf8, wide_encoding
 from ..errors import InputError
+from ..files import fault
 from .compression import CHUNK_BYTES, check_head, chunks, is_compressed, text_bytes, unpacked_chunks
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
@@ -14,11 +16,6 @@ from .records import NOT_JSON, NOT_UTF8, SHOWN_CHARS, RecordRules, document_of, 
 MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
 """Longer lines are an error, because a few kB of .zst could otherwise take all memory. The limit
 exceeds that of documents, because JSON escapes lengthen text."""
-
-
-# which of four bytes are null in much of a text
-_WIDE = {"0101": "UTF-16LE", "1010": "UTF-16BE", "0111": "UTF-32LE", "1110": "UTF-32BE"}
-_WIDE |= {"0011": "UTF-32LE", "1100": "UTF-32BE"}  # without ASCII
 
 
 class Line(NamedTuple):
@@ -81,14 +78,11 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
 def _check_text(split: InputSplit, head: bytes) -> None:
     """Raises an InputError with the remedy if a file's first bytes, unpacked, are not of lines."""
     check_head(split.url, head, is_unpacked=is_compressed(split.kind))
-    is_null = [64 * head[place:4096:4].count(0) > len(head[place:4096:4]) for place in range(4)]
-    wide = _WIDE.get("".join("01"[one] for one in is_null), "")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and "32" not in wide:
-        wide = "UTF-16"
-    is_one_line = b"\n" not in head and b"\r" in head.rstrip(b"\r")
-    if wide or is_one_line:
-        found = f"not UTF-8 but {wide}" if wide else "its lines end with a carriage return alone"
-        program = f"iconv -f {wide} -t UTF-8" if wide else "tr '\\r' '\\n' <"
+    other = wide_encoding(head) or escaped_encoding(head)
+    is_one_line = b"\n" not in head and b"\r" in head.rstrip(b"\r") and is_utf8(head)
+    if other or is_one_line:
+        found = f"not UTF-8 but {other}" if other else "its lines end with a carriage return alone"
+        program = f"iconv -f {other} -t UTF-8" if other else "tr '\\r' '\\n' <"
         raise InputError(f"{split.url}: {found}. Convert the file first: {program} OLD > NEW")
 
 
@@ -133,10 +127,24 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
                 _check_text(split, file.read(CHUNK_BYTES))
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
-            f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW; "
-            "or drop such documents with prepare.encoding_faults=drop"
+            f"{error.reason}). {conversion(_sample(split, line))}; or drop such documents with "
+            "prepare.encoding_faults=drop"
         ) from error
     return text.removeprefix("\ufeff"), ""  # a byte order mark, also of files that were joined
+
+
+def _sample(split: InputSplit, line: Line) -> bytes:
+    """Returns bytes that show the encoding of a file with a faulty line: its first ones, or the line's."""
+    with opened(split.url) as file:
+        is_packed = is_compressed(split.kind)
+        pieces = unpacked_chunks(file, split.url, split.kind) if is_packed else chunks(file)
+        head = next(pieces, b"")[:SAMPLE_BYTES]
+        if not is_utf8(head):
+            return head
+        if is_packed:
+            return line.data[:SAMPLE_BYTES]
+        file.seek(line.offset)
+        return file.read(SAMPLE_BYTES)
 
 
 def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
@@ -179,7 +187,7 @@ def _object(text: str | bytes, place: object) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not valid JSON ({error}); {_OBJECTS}") from error
+        raise InputError(f"{place}: not valid JSON ({fault(error)}); {_OBJECTS}") from error
     if not isinstance(record, dict):
         raise InputError(f"{place}: a JSON {type(record).__name__}; {_OBJECTS}")
     return record

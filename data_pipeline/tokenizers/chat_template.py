@@ -3,30 +3,39 @@
 The template (Jinja) writes a user's message and the assistant's answer around the texts, with special
 tokens. What it writes up to the answer is the prompt, which is not learned.
 
-Templates are foreign code. They run in Jinja's sandbox with the names that transformers gives them. Only
-special tokens that the template writes become special: text that spells one stays text. The date is a
-constant, so that the same records always give the same bytes.
+Templates are foreign code. They run in Jinja's sandbox, in a process with bounds (`chat_process`), with
+the names that transformers gives them. Only special tokens that the template writes become special: text
+that spells one stays text. The date is a constant, so that the same records always give the same bytes.
 """
 
+import atexit
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from importlib import metadata
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
+from ..files import json_object
 from ..read.token_store import token_dtype
+from ..sources.files import content_of
 from .fast import plain_library
-from .interface import TOKENIZER_FILE, Tokenizer
+from .interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, named_token
 
 TEMPLATE_FILE = "chat.json"
 """In a prepared folder: the template, and the special tokens that it may name."""
 
-_DATE = datetime(2025, 1, 1)
+_JOIN = "prepare.chat_template=false joins prompts and answers without it"
 _OLDEST_JINJA = (3, 1, 6)  # earlier sandboxes have known escapes
 _MARK = "\ufdd0"  # a noncharacter: no text has it, and it breaks the spelling of a special token
 _NAMES = (
@@ -43,24 +52,29 @@ _NAMES = (
 class ChatTemplate:
     """Encodes prompts with their answers as one template writes them."""
 
-    def __init__(self, text: str, names: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, saved: bytes, tokenizer: Tokenizer, *, where: str, advice: str = _JOIN
+    ) -> None:
         """Compiles a template.
 
         Args:
-            text: the template.
-            names: special tokens by the template's names for them, such as `bos_token`.
+            saved: the content of `TEMPLATE_FILE`.
             tokenizer: of the same folder, a tokenizer.json.
+            where: the folder or file that has the template, for messages.
+            advice: what to do without the template, for messages.
 
         Raises:
             InputError: the template or Jinja cannot be used, or the tokenizer is of another kind.
         """
+        self._name, self._advice, self._tokenizer = (
+            f"the chat template of {where}",
+            advice,
+            tokenizer,
+        )
         if TOKENIZER_FILE not in tokenizer.files:
-            raise InputError(
-                "a chat template needs a tokenizer.json beside it; prepare.chat_template=false joins "
-                "prompts and answers without it"
-            )
-        self._names, self._tokenizer = dict(names), tokenizer
-        self._template = _compiled(text)
+            raise InputError(f"{self._name} needs a tokenizer.json beside it; {advice}")
+        self._text, self._names = _parts_of(saved, where)
+        self._render([])
         self._library = plain_library(tokenizer.files[TOKENIZER_FILE].decode("utf-8-sig"))
         self._library.encode_special_tokens = False  # the template's own are special
         self._special = {
@@ -71,34 +85,56 @@ class ChatTemplate:
         longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._spelled = re.compile("|".join(longest_first) or r"(?!)")
 
-    def encode(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a prompt and of its answer, without the end of the document.
+    def encode_batch(
+        self, pairs: Iterable[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the ids of each prompt and of its answer, without the end of the document.
 
         Raises:
             InputError: the template refuses them, or does not begin a conversation by its prompt.
         """
-        begun = self._render([("user", prompt)], add_generation_prompt=True)
-        whole = self._render([("user", prompt), ("assistant", answer)])
-        if not whole.startswith(begun):
-            raise InputError(
-                "the chat template writes a prompt differently when its answer follows, so the answer "
-                "cannot be told apart; prepare.chat_template=false joins them without it"
-            )
-        # the document's own end follows
-        ended = whole[len(begun) :].rstrip().removesuffix(self._tokenizer.end_of_document)
-        return self._ids(begun), self._ids(ended)
+        said = [(("user", prompt), ("assistant", answer)) for prompt, answer in pairs]
+        texts = self._render([part for both in said for part in (both[:1], both)])
+        for begun, whole in zip(texts[::2], texts[1::2], strict=True):
+            if not whole.startswith(begun):
+                raise InputError(
+                    f"{self._name} writes a prompt differently when its answer follows, so the "
+                    f"answer cannot be told apart; {self._advice}"
+                )
+            # the document's own end follows
+            ended = whole[len(begun) :].rstrip().removesuffix(self._tokenizer.end_of_document)
+            yield self._ids(begun), self._ids(ended)
 
-    def _render(self, messages: Sequence[tuple[str, str]], **options: bool) -> str:
-        said = [{"role": role, "content": self._marked(text)} for role, text in messages]
+    def check(self) -> None:
+        """Encodes a short conversation: a template that fails here fails everywhere.
+
+        Raises:
+            InputError: as for `encode_batch`.
+        """
+        next(self.encode_batch([("Hello", "Hi")]))
+
+    def begin(self, prompt: str) -> np.ndarray:
+        """Returns the ids of a conversation that an answer to one prompt continues.
+
+        Raises:
+            InputError: the template refuses it.
+        """
+        return self._ids(*self._render([[("user", prompt)]]))
+
+    def _render(self, conversations: Iterable[Sequence[tuple[str, str]]]) -> list[str]:
+        """Renders conversations; one that ends with the user's words is continued by the assistant's."""
+        contexts = [
+            self._names
+            | {
+                "add_generation_prompt": said[-1][0] == "user",
+                "messages": [{"role": role, "content": self._marked(text)} for role, text in said],
+            }
+            for said in conversations
+        ]
         try:
-            return self._template.render(
-                self._names | {"add_generation_prompt": False, "messages": said} | options
-            )
-        except Exception as error:  # a template may raise anything
-            raise InputError(
-                f"the chat template raised {type(error).__name__}: {error}; prepare.chat_template=false "
-                "joins prompts and answers without it"
-            ) from error
+            return _rendered(self._text, contexts)
+        except ValueError as error:
+            raise InputError(f"{self._name} {error}; {self._advice}") from None
 
     def _marked(self, text: str) -> str:
         """Breaks the spelling of special tokens in a text."""
@@ -124,64 +160,70 @@ def _split(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
     yield text[start:], ""
 
 
-def _compiled(text: str) -> Any:
-    """Compiles a template in a sandbox, with what transformers offers to templates."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError:
-        raise InputError("chat templates need Jinja: pip install 'moebius[chat]'") from None
-    version = tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3]))
-    if version < _OLDEST_JINJA:
-        raise InputError(
-            f"chat templates need Jinja 3.1.6 or newer, not {jinja2.__version__}, whose sandbox can be "
-            "escaped: pip install -U 'moebius[chat]'"
+# Rendering ---------------------------------------------------------------------------------------
+
+_lock = Lock()
+_started: dict[int, subprocess.Popen[bytes]] = {}  # by the process that started it
+
+
+def _rendered(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what a template writes in each context, in a process that bounds it (`chat_process`).
+
+    Raises:
+        ValueError: it cannot be compiled or rendered.
+    """
+    _require_jinja()
+    request = json.dumps([template, contexts], ensure_ascii=False).encode(errors="surrogatepass")
+    with _lock:
+        process, line = _renderer(), b""
+        with suppress(BrokenPipeError):
+            process.stdin.write(request + b"\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+            line = process.stdout.readline()  # type: ignore[union-attr]
+        if not line.endswith(b"\n"):
+            is_slow = process.wait() == -signal.SIGPROF
+            why = "takes too much time" if is_slow else "ends its process"
+            raise ValueError(f"cannot be rendered (it {why})")
+    said = json.loads(line.decode(errors="surrogatepass"))
+    if "error" in said:
+        raise ValueError(said["error"])
+    return said["texts"]
+
+
+def _renderer() -> subprocess.Popen[bytes]:
+    """Returns this process's renderer, and starts one if there is none or it has ended."""
+    process = _started.get(os.getpid())
+    if process is None or process.poll() is not None:
+        script = Path(__file__).with_name("chat_process.py")
+        command = [sys.executable, "-P", str(script)]  # -P: its folder holds no modules for it
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        # a session of its own: Ctrl-C ends it through the pipe
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=none, start_new_session=True
         )
+        _started[os.getpid()] = process
+    return process
 
-    class Generation(jinja2.ext.Extension):
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+@atexit.register
+def end_renderer() -> None:
+    """Ends this process's renderer, if it has one; the next rendering starts another."""
+    if (process := _started.pop(os.getpid(), None)) is not None:
+        process.kill()
+        process.wait()
 
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _as_json
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": _DATE.strftime,
-        "namespace": _Namespace,
-        "dict": lambda *items, **values: dict(*items, **values),
-    }
+@cache
+def _require_jinja() -> None:
     try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as error:
-        raise InputError(f"the chat template cannot be compiled: {error}") from error
-
-
-def _Namespace(*items: Any, **values: Any) -> Any:
-    """Returns a namespace that takes no names of Python's own."""
-    import jinja2.utils
-
-    class Namespace(jinja2.utils.Namespace):
-        def __setitem__(self, name: str, value: Any) -> None:
-            if str(name).startswith("_"):
-                raise jinja2.TemplateError(f"a template may not set {name!r}")
-            super().__setitem__(name, value)
-
-    if any(name.startswith("_") for name in dict(*items, **values)):
-        raise jinja2.TemplateError("a template may not set names that begin with _")
-    return Namespace(*items, **values)
-
-
-def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+        version = metadata.version("jinja2")
+    except metadata.PackageNotFoundError:
+        raise InputError("chat templates need Jinja: pip install 'moebius[chat]'") from None
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_JINJA:
+        raise InputError(
+            f"chat templates need Jinja 3.1.6 or newer, not {version}, whose sandbox can be escaped: "
+            "pip install -U 'moebius[chat]'"
+        )
 
 
 # Files -------------------------------------------------------------------------------------------
@@ -193,26 +235,37 @@ def template_of_files(template: bytes | None, config: bytes | None) -> bytes | N
     Args:
         template: chat_template.jinja, which wins.
         config: tokenizer_config.json.
+
+    Raises:
+        ValueError: one of them is damaged.
     """
-    values = json.loads(config or b"{}")
+    values = json_object(config or b"{}", CONFIG_FILE)
     text = values.get("chat_template") if template is None else template.decode()
     if isinstance(text, list):  # several, by name
-        text = next((each["template"] for each in text if each.get("name") == "default"), None)
+        named = [each for each in text if isinstance(each, dict) and each.get("name") == "default"]
+        text = named[0].get("template") if named else None
     if not text:
         return None
-    names = {}
-    for name in _NAMES:
-        token = values.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        names |= {name: token} if isinstance(token, str) else {}
+    if not isinstance(text, str):
+        raise ValueError(f"{CONFIG_FILE}: chat_template is {text!r:.60}, not a template")
+    names = {name: token for name in _NAMES if (token := named_token(values, name))}
     return json.dumps({"template": text, "names": names}).encode()
+
+
+def _parts_of(saved: bytes, where: str) -> tuple[str, dict[str, str]]:
+    """Returns the template and the names of tokens in a `TEMPLATE_FILE`."""
+    try:
+        values = json_object(saved, TEMPLATE_FILE)
+        text, names = values["template"], values["names"]
+        if not isinstance(text, str) or not all(isinstance(each, str) for each in names.values()):
+            raise TypeError("its parts are no texts")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{where}: {TEMPLATE_FILE} is damaged ({error}): restore it") from None
+    return text, names
 
 
 @lru_cache(maxsize=1)
 def chat_of(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Returns the chat template of a prepared folder, which its tokenizer encodes; None without one."""
-    path = directory / TEMPLATE_FILE
-    if not path.exists():
-        return None
-    saved = json.loads(path.read_bytes())
-    return ChatTemplate(saved["template"], saved["names"], tokenizer)
+    saved = content_of(str(directory / TEMPLATE_FILE))
+    return None if saved is None else ChatTemplate(saved, tokenizer, where=str(directory))

@@ -68,6 +68,7 @@ _KNOWN_SPLITS = {
 # letters and digits of Unicode 17, which the libraries classify differently
 _IN_DOUBT = frozenset(map(chr, [*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)]))
 _SAMPLE_CHARS = 2**18
+_MAX_TOKEN_BYTES = 2**12
 
 DIFFICULT_TEXTS = (
     "",
@@ -143,6 +144,11 @@ def fast_encoder(text_json: str) -> FastEncoder:
     return encoder
 
 
+def is_of_library(error: BaseException) -> bool:
+    """Returns whether the Rust library may have raised an error: plain Exceptions, and panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def plain_library(text_json: str) -> tokenizers.Tokenizer:
     """Loads a tokenizer.json without what would change a text's ids or cut them."""
     library = tokenizers.Tokenizer.from_str(text_json)
@@ -162,7 +168,7 @@ def _pattern(described: dict[str, Any]) -> str:
         raise UnsuitableError("it normalises text")
     splitting = described["pre_tokenizer"] or {}
     steps = splitting.get("pretokenizers", [splitting])
-    *first, last = [{"type": None} | step for step in steps]
+    *first, last = [{"type": None} | step for step in steps or [{}]]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         raise UnsuitableError("it does not split text byte by byte, without a blank in front")
     kinds = [step["type"] for step in first]
@@ -247,6 +253,8 @@ def _check_last_steps(merges: list[tuple[bytes, bytes]]) -> None:
     rank_of: dict[bytes, int] = {}
     for rank, (left, right) in enumerate(merges):
         token = left + right
+        if len(token) > _MAX_TOKEN_BYTES:  # the check below takes quadratic time
+            raise UnsuitableError(f"its token {token[:40]!r}… has {len(token):,} bytes")
         if rank_of.setdefault(token, rank) != rank:
             raise UnsuitableError(f"two merges make the token {token!r}")
         if _merged(token, rank_of, rank) != [left, right]:

@@ -23,13 +23,17 @@ from tokenizers import models, pre_tokenizers
 
 from ...plugins import PYTHON, named_function
 from ..errors import InputError
+from ..files import json_object
 from ..sources.files import content_of
 from .chat_template import TEMPLATE_FILE, template_of_files
+from .fast import is_of_library
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
-from .tokenizer import eos_token, tokenizer_of_files
+from .tokenizer import tokenizer_of_files
 
 JINJA_FILE = "chat_template.jinja"
+_PARTS = ("vocab.json", "merges.txt")  # of a tokenizer as GPT-2's, before there was tokenizer.json
 _OF_MODELS = ("generation_config.json", "config.json")
+_NAME_A_CLASS = (CONFIG_FILE, "config.json")
 _SHOWN = 60  # characters of a wrong word
 _HEAD_BYTES = 4096
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")  # a token in base64, its rank
@@ -48,7 +52,9 @@ def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
         return tokenizer_of_files(files, end_of_document=end_of_document)
     except InputError:
         raise
-    except ValueError as error:
+    except BaseException as error:  # whatever a stranger's file makes the libraries raise
+        if not is_of_library(error):
+            raise
         raise InputError(f"tokenizer {name!r}: {error}") from error
 
 
@@ -60,9 +66,10 @@ def _files_of(name: str) -> dict[str, bytes]:
     for url in [name] if is_file else [folder + file for file in _USUAL_FILES]:
         if (content := content_of(url)) is not None and (kind := _kind_of(content, url)):
             config = content_of(folder + CONFIG_FILE)
-            if kind == TOKENIZER_FILE and not eos_token(config or b"{}"):
+            if kind == TOKENIZER_FILE and not _object_in(config).get("eos_token"):
                 config = _config_of_eos_id(content, folder) or config
             return {kind: content} | ({} if config is None else {CONFIG_FILE: config})
+    _refuse_parts(name, folder)
     raise InputError(
         f"tokenizer {name!r} is neither a .json or .model file nor a folder with {TOKENIZER_FILE} or "
         f"{MODEL_FILE}: check the name, and your access (HF_TOKEN) to a hub repository, which is "
@@ -83,7 +90,10 @@ def find_template(name: str) -> bytes | None:
     _, folder = _folder_of(name)
     if (prepared := content_of(folder + TEMPLATE_FILE)) is not None:
         return prepared
-    return template_of_files(content_of(folder + JINJA_FILE), content_of(folder + CONFIG_FILE))
+    try:
+        return template_of_files(content_of(folder + JINJA_FILE), content_of(folder + CONFIG_FILE))
+    except ValueError as error:
+        raise InputError(f"tokenizer {name!r}: {error}") from error
 
 
 def _config_of_eos_id(tokenizer_json: bytes, folder: str) -> bytes | None:
@@ -91,18 +101,31 @@ def _config_of_eos_id(tokenizer_json: bytes, folder: str) -> bytes | None:
     ids = [_object_in(content_of(folder + name)).get("eos_token_id") for name in _OF_MODELS]
     firsts = [each[0] if isinstance(each, list) and each else each for each in ids]
     added = _object_in(tokenizer_json).get("added_tokens")
-    tokens = {token["id"]: token["content"] for token in added or () if isinstance(token, dict)}
-    known = [tokens[index] for index in firsts if isinstance(index, int) and index in tokens]
+    found = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    known = [one.get("content") for index in firsts for one in found if one.get("id") == index]
     return json.dumps({"eos_token": known[0]}).encode() if known else None
 
 
 def _object_in(content: bytes | None) -> dict[str, Any]:
     """Returns a file's JSON object; an empty one for anything else, which is reported where it matters."""
     try:
-        found = json.loads(content or b"")
+        return json_object(content or b"", "")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def _refuse_parts(name: str, folder: str) -> None:
+    """Raises an InputError with the remedy if a vocabulary and its merges lie where a tokenizer.json should."""
+    has = {file: content_of(folder + file) is not None for file in (*_PARTS, *_NAME_A_CLASS)}
+    if all(has[file] for file in _PARTS):
+        kind = "Auto" if any(has[file] for file in _NAME_A_CLASS) else "GPT2"
+        source = folder.removeprefix("hf://").rstrip("/") or "."
+        raise InputError(
+            f"tokenizer {name!r} is a vocabulary in two files, {' and '.join(_PARTS)}: make a "
+            f"{TOKENIZER_FILE} of them (pip install 'moebius[hf]'): python -c \"from transformers import "
+            f"{kind}Tokenizer as T; T.from_pretrained({source!r}).save_pretrained('tokenizer')\", and "
+            "name tokenizer/"
+        )
 
 
 def _kind_of(content: bytes, url: str) -> str:
@@ -125,6 +148,8 @@ def _kind_of(content: bytes, url: str) -> str:
             f'python -c "from transformers.{by}Converter as C; '
             f"C({url!r}{rest}).converted().save('tokenizer.json')\""
         )
+    if url.endswith(_PARTS[0]):
+        _refuse_parts(url, url.removesuffix(_PARTS[0]))
     if is_json or url.endswith(".json"):
         return TOKENIZER_FILE
     is_model = content.startswith(b"\n") or url.endswith(".model")  # a list of pieces comes first

@@ -8,10 +8,11 @@ Others (Unigram, WordPiece, SentencePiece's BPE in a tokenizer.json) encode whol
 would change their ids.
 """
 
+import base64
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +22,20 @@ import tokenizers
 from ...plugins import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
-from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder, plain_library
+from .fast import (
+    FastEncoder,
+    UnsuitableError,
+    boundaries_of,
+    fast_encoder,
+    is_of_library,
+    plain_library,
+)
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, Tokenizer
 
 MAX_PIECE_CHARS = 2**16
+MAX_ID = 2**24
+"""The library keeps a table of as many entries as the greatest id; published ones end at 2**18."""
+
 logger = logging.getLogger(__name__)
 
 # One process per input split uses all cores. The library's threads would compete for them, and it
@@ -49,8 +60,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self._library = _parsed(text_json)
         described = json.loads(self._library.to_str())
         self._boundaries = boundaries_of(described)
+        self.special_tokens: list[str] = [
+            one["content"] for one in described["added_tokens"] if one["special"]
+        ]
         self.end_of_document = end_of_document
-        self.end_of_document_id = self._checked_end(described)
+        self.end_of_document_id = self._checked_end()
         self.vocab_size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
         self._fast = _proven_encoder(text_json)
@@ -94,18 +108,19 @@ class HuggingFaceTokenizer(Tokenizer):
             text.encode()  # raises a clearer error than the library for half a surrogate pair
         try:
             encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the Rust library raises plain Exceptions
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
             raise InputError(
                 f"the tokenizer cannot encode a text that begins {texts[0][:60]!r} or one beside it "
                 f"({error}): check that the tokenizer's words are those of this data"
             ) from error
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
 
-    def _checked_end(self, described: dict[str, Any]) -> int:
+    def _checked_end(self) -> int:
         """Returns the id of the end of a document."""
-        end = self.end_of_document
+        end, special = self.end_of_document, self.special_tokens
         index = self._library.token_to_id(end)
-        special = [one["content"] for one in described["added_tokens"] if one["special"]]
         if index is None:
             raise ValueError(
                 f"the tokenizer has no token {end!r} to end a document with; its special tokens "
@@ -123,15 +138,60 @@ class HuggingFaceTokenizer(Tokenizer):
         """Returns whether a text's ids include `index`."""
         try:
             return index in self._library.encode(text, add_special_tokens=False).ids
-        except Exception:  # noqa: BLE001 (a word tokenizer raises it for an unknown word)
-            return False
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
+            return False  # a word tokenizer raises it for an unknown word
 
 
 def _parsed(text_json: str) -> tokenizers.Tokenizer:
     try:
         return plain_library(text_json)
-    except Exception as error:  # the Rust library raises plain Exceptions
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
         raise ValueError(f"the `tokenizers` library cannot load it: {error}") from error
+
+
+def check_file(described: Mapping[str, Any]) -> None:
+    """Checks the parts of a tokenizer.json that can make the Rust library end the process.
+
+    Raises:
+        ValueError: an id is none, or a table is not as long as it says; the message names the key.
+    """
+    model, added = described.get("model"), described.get("added_tokens") or []
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise ValueError(f"{TOKENIZER_FILE}: added_tokens is {added!r:.60}, not a list of tokens")
+    ids = list(vocab.items()) if isinstance(vocab, dict) else []
+    ids += [(token.get("content"), token.get("id")) for token in added]
+    for token, index in ids:
+        if type(index) is not int or not 0 <= index < MAX_ID:
+            raise ValueError(
+                f"{TOKENIZER_FILE}: gives {token!r:.60} the id {index!r:.40}: ids are whole numbers "
+                f"from 0 to {MAX_ID - 1:,}"
+            )
+    if not all(map(_is_whole, _tables(described.get("normalizer")))):
+        raise ValueError(f"{TOKENIZER_FILE}: the precompiled_charsmap of normalizer is damaged")
+
+
+def _tables(normalizer: Any) -> Iterator[Any]:
+    """Yields the tables of characters in a normaliser."""
+    if isinstance(normalizer, dict):
+        if normalizer.get("type") == "Precompiled":
+            yield normalizer.get("precompiled_charsmap")
+        steps = normalizer.get("normalizers")
+        for step in steps if isinstance(steps, list) else ():
+            yield from _tables(step)
+
+
+def _is_whole(table: Any) -> bool:
+    """Returns whether a table is as long as its first four bytes say."""
+    try:
+        data = base64.b64decode(table)
+    except (ValueError, TypeError):
+        return False
+    return int.from_bytes(data[:4], "little") <= len(data) - 4
 
 
 @lru_cache(maxsize=4)
@@ -143,7 +203,7 @@ def _proven_encoder(text_json: str) -> FastEncoder | None:
     try:
         return fast_encoder(text_json)
     except UnsuitableError as reason:
-        if json.loads(text_json)["model"]["type"] == "WordLevel":
+        if json.loads(text_json)["model"].get("type") == "WordLevel":
             return None  # a dictionary look-up is as fast
         logger.warning(
             "encoding with `tokenizers`, several times slower than tiktoken, which might give other "

@@ -6,7 +6,7 @@ Implementations: `huggingface` (a tokenizer.json), `sentencepiece` (a .model fil
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,19 @@ names their end, as on the Hugging Face hub."""
 END_OF_DOCUMENT = "<|end_of_document|>"
 
 
+def named_token(config: Mapping[str, Any], key: str) -> str:
+    """Returns a token that a tokenizer_config.json names, as a string or an object; "" for none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    token = config.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        raise ValueError(f"{CONFIG_FILE}: {key} is {token!r:.60}, not a token")
+    return token or ""
+
+
 class Tokenizer(Protocol):
     """Declares what the pipeline and the evaluations need from a tokenizer; a base class."""
 
@@ -32,6 +45,9 @@ class Tokenizer(Protocol):
 
     end_of_document: str
     """The token that ends a document, as the tokenizer's file spells it."""
+
+    special_tokens: Sequence[str]
+    """The tokens that no text is encoded to, as the tokenizer's file spells them."""
 
     @property
     def files(self) -> Mapping[str, bytes]:

@@ -18,6 +18,7 @@ class BytesTokenizer(Tokenizer):
     vocab_size: int = NUM_BYTE_IDS
     end_of_document_id: int = NUM_BYTE_IDS - 1
     end_of_document: str = END_OF_DOCUMENT
+    special_tokens: Sequence[str] = (END_OF_DOCUMENT,)
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -36,6 +36,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = model
         self._processor = _processor(model)
         self.vocab_size: int = self._processor.get_piece_size()
+        controls = filter(self._processor.is_control, range(self.vocab_size))
+        self.special_tokens: list[str] = list(map(self._processor.id_to_piece, controls))
         self.end_of_document_id = self._end(end_of_document)
         self.end_of_document: str = self._processor.id_to_piece(self.end_of_document_id)
 
@@ -62,18 +64,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _end(self, name: str) -> int:
         processor = self._processor
-        controls = [
-            processor.id_to_piece(index)
-            for index in range(self.vocab_size)
-            if processor.is_control(index)
-        ]
         index = processor.piece_to_id(name) if name else processor.eos_id()
         if 0 <= index < self.vocab_size and processor.is_control(index):
             return index
         asked = f"control symbol {name!r}" if name else "end of sentence"
         raise ValueError(
             f"the SentencePiece model has no {asked} to end a document with; its control symbols "
-            f"are {some_of(map(repr, controls), repr(name))}: name one of them as prepare.end_of_document"
+            f"are {some_of(map(repr, self.special_tokens), repr(name))}: name one of them as prepare.end_of_document"
         )
 
 

@@ -3,7 +3,6 @@
 Each folder holds its own copy, so that the data does not depend on the original file or repository.
 """
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -11,9 +10,17 @@ from typing import Any
 
 from ..atomic import atomic_write
 from ..errors import InputError, ShardError
+from ..files import json_object, read_regular
 from ..manifest import read_manifest
-from .huggingface import HuggingFaceTokenizer
-from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
+from .huggingface import HuggingFaceTokenizer, check_file
+from .interface import (
+    CONFIG_FILE,
+    END_OF_DOCUMENT,
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    named_token,
+)
 from .raw_bytes import KIND, BytesTokenizer
 from .sentencepiece import SentencePieceTokenizer
 
@@ -37,22 +44,16 @@ def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "")
     if TOKENIZER_FILE not in files:
         return SentencePieceTokenizer(files[MODEL_FILE], end_of_document=end)
     text = files[TOKENIZER_FILE].decode("utf-8-sig")
-    if _object(text, TOKENIZER_FILE).get("type") == KIND:
+    described = json_object(text, TOKENIZER_FILE)
+    if described.get("type") == KIND:
         return BytesTokenizer()
+    check_file(described)
     return HuggingFaceTokenizer(text, end_of_document=end or END_OF_DOCUMENT)
-
-
-def _object(text: str | bytes, name: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} holds no JSON object")
-    return found
 
 
 def eos_token(config: bytes) -> str:
     """Returns the `eos_token` of a tokenizer_config.json, which is a string or an object."""
-    token = _object(config, CONFIG_FILE).get("eos_token") or ""
-    return str(token.get("content", "") if isinstance(token, dict) else token)
+    return named_token(json_object(config, CONFIG_FILE), "eos_token")
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
@@ -83,13 +84,13 @@ def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Token
         raise ShardError(
             f"{folder / TOKENIZER_FILE} does not exist: prepare the data into this folder first"
         )
-    files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).exists()}
-    path = folder / next(iter(files))
+    there = [name for name in _FILES if (folder / name).exists()]
+    path = folder / there[0]
     try:
-        tokenizer = tokenizer_of_files(files)
+        tokenizer = tokenizer_of_files({name: read_regular(folder / name) for name in there})
     except InputError:
         raise
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ShardError(
             f"{path} is not a tokenizer ({error}): it is damaged, prepare the data again"
         ) from error

@@ -165,8 +165,9 @@ def _sync_name(out: Path) -> None:
 def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
     if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
         raise CheckpointError(
-            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
-            f"{free_bytes / 2**20:,.0f} MiB free; nothing was written"
+            # rounded apart, so that they always differ
+            f"{out}: needs {-(-needed_bytes // 2**20):,} MiB, but its disk has {free_bytes // 2**20:,} MiB "
+            "free; nothing was written"
         )
 
 

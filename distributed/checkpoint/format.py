@@ -23,11 +23,13 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from ...data_pipeline.files import read_regular
 from ...plugins import runs_near
 from ..layout import Layout
 
 SUM_BYTES = 16
 _READ_BYTES = 2**22
+_MAX_BYTES = 2**30  # of an index
 _ADVICE = "restore it from a copy, or delete the directory and resume from the checkpoint before it"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
@@ -404,7 +406,7 @@ def _span(start: int, end: int) -> str:
 def _read(path: Path, name: str, kind: type[Model]) -> Model:
     """Reads one of the small files."""
     try:
-        return kind.model_validate_json((path / name).read_bytes())
+        return kind.model_validate_json(read_regular(path / name, max_bytes=_MAX_BYTES))
     except OSError as error:
         raise CorruptCheckpointError(
             f"{path} is not a complete checkpoint: cannot read {name}: {error.strerror}"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data_pipeline.files import json_object, read_regular
 from ..local_shard import block_of
 from .format import CheckpointError, blake2b
 
@@ -161,7 +162,12 @@ class PublishedFolder:
         self.keys = self._unpacked()
 
     def _json(self, name: str) -> dict[str, Any]:
-        self._bytes[name] = self.file(name).read_bytes()
+        try:
+            self._bytes[name] = read_regular(self.file(name))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path / name}: cannot be read ({error.strerror})"
+            ) from None
         return _parsed(self._bytes[name], f"{self.path / name}")
 
     def file(self, name: str) -> Path:
@@ -422,12 +428,9 @@ def _parsed(data: bytes, where: str) -> dict[str, Any]:
         return values
 
     try:
-        values = json.loads(data, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{where}: is a {type(values).__name__}, not a JSON object")
-    return values
+        return json_object(data, where, hook=once)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _short(key: str) -> str:

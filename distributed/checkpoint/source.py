@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from ...data_pipeline.files import read_regular
 from ...plugins import distrust, some_of
 from .format import (
     CheckpointError,
@@ -91,14 +92,15 @@ def read_source(run_dir: Path) -> Source | None:
     """
     path = run_dir / SOURCE
     try:
-        source = Source.model_validate_json(path.read_bytes())
+        source = Source.model_validate_json(read_regular(path))
         distrust(source.family, run_dir)
         return source
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
+    except (OSError, ValidationError) as error:
+        if not path.exists():
+            return None
+        reason = error.strerror if isinstance(error, OSError) else f"{error.error_count()} errors"
         raise CheckpointError(
-            f"{path}: is damaged ({error.error_count()} errors): start the run again with --from"
+            f"{path}: is damaged ({reason}): start the run again with --from"
         ) from None
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ...data_pipeline.files import json_object
 from ...distributed.checkpoint.format import CheckpointError, StoredCheckpoint
 from ...distributed.checkpoint.loading import dtype_named, read_tensor
 from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
@@ -45,8 +46,14 @@ class Origin:
         """Returns the dtypes of the published tensors that are unlike most, and of "most"."""
         if DTYPES_FILE not in self.files:
             return {"most": "float32"}
-        found = json.loads(self.files[DTYPES_FILE])
-        return {**found["others"], "most": found["most"]}
+        where = f"{self.folder / DTYPES_FILE}"
+        try:
+            found = json_object(self.files[DTYPES_FILE], where)
+            return {**found["others"], "most": found["most"]}
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"{where}: is damaged ({error}): import the folder again"
+            ) from None
 
     def dtype_of(self, piece: Piece) -> torch.dtype:
         """Returns the dtype of a published tensor in the folder, whatever its name was there."""
@@ -97,11 +104,8 @@ def family_config(
     origin: Origin, dtype: Precision | None, max_positions: int, end_id: int | None
 ) -> str:
     """Returns config.json: the original with what has changed, or a new one in both dialects."""
-    family, model, values = (
-        origin.family,
-        origin.model,
-        json.loads(origin.files.get(CONFIG_FILE, b"{}")),
-    )
+    family, model = origin.family, origin.model
+    values = json_object(origin.files.get(CONFIG_FILE, b"{}"), f"{origin.folder / CONFIG_FILE}")
     if not values:
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids

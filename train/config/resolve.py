@@ -14,7 +14,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from ...data_pipeline.encodings import conversion
 from ...data_pipeline.errors import ShardError
+from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
@@ -31,7 +33,6 @@ from ...plugins import (
     some_of,
     trust,
 )
-from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
 from .schedule import default_floor
@@ -372,16 +373,14 @@ def _read_toml(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a file's values merged into its recipe's, and the file's values alone."""
     try:
-        with open_regular(path) as file:
-            values = tomllib.loads(file.read(MAX_BYTES).decode("utf-8-sig"))
+        values = tomllib.loads(read_regular(path).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-        convert = f"iconv -f {encoding} -t UTF-8 {path} > NEW.toml"
-        raise ConfigError(f"{path}: is not UTF-8: `{convert}` converts it") from None
+        advice = conversion(error.object, str(path), "NEW.toml")
+        raise ConfigError(f"{path}: is not UTF-8. {advice}") from None
     except ValueError as error:  # the TOML, or a number of 5,000 digits
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+        raise ConfigError(f"{path}: is not valid TOML: {fault(error)}") from None
     except RecursionError:
         raise ConfigError(
             f"{path}: is nested too deeply; a configuration only has sections in sections"
@@ -436,7 +435,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     except RecursionError:
         raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
     except ValueError as error:  # a number of 5,000 digits
-        raise ConfigError(f"override {path}=…: {error}") from None
+        raise ConfigError(f"override {path}=…: {fault(error)}") from None
     try:
         set_value(values, path, value, KINDS)
     except ValueError as error:

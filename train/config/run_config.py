@@ -14,6 +14,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.prepare_config import PrepareConfig
 from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...distributed.dispatch.table import DISPATCHER
@@ -31,7 +32,6 @@ from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
 from ...plugins import distrust, runs_near, some_of
 from ..optim import OPTIMIZER, OptimConfig
-from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .job_config import JobConfig
 from .schedule import SCHEDULE
@@ -332,14 +332,13 @@ class Config(BaseModel):
             ConfigError: it cannot be read, or is not a configuration.
         """
         try:
-            with open_regular(path) as file:
-                values = json.loads(file.read(MAX_BYTES))
+            values = json.loads(read_regular(path))
         except OSError as error:
             hint = runs_near(path.parent)
             raise ConfigError(f"{path}: cannot be read ({error.strerror}){hint}") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: is damaged ({error}): restore it, or choose another run folder"
+                f"{path}: is damaged ({fault(error)}): restore it, or choose another run folder"
             ) from None
         distrust(values, path.parent)
         return validated(cls, values, origin=str(path))

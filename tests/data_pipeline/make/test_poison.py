@@ -2,11 +2,16 @@
 are no text's fault end the preparation.
 """
 
+import gzip
+import io
 import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 from meddling import StoppedError, files_of
 from poison import keep_what_does_no_harm
 from small_corpus import sentences, write_jsonl
@@ -301,6 +306,60 @@ def test_input_that_is_not_utf8_is_left_out_on_demand(tmp_path):
     (lost,) = manifest.completion.quarantined
     assert "UTF-8" in lost.error
     _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
+
+
+def _packed(suffix: str, texts: list[str]) -> bytes:
+    """Returns a file's bytes, by its suffix."""
+    table, file = pa.table({"text": texts}), io.BytesIO()
+    if suffix == "parquet":
+        pq.write_table(table, file)
+    elif suffix == "arrow":
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write(table)
+    else:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        pack = gzip.compress if suffix == "jsonl.gz" else zstandard.compress
+        file.write(pack(lines))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
+def test_a_file_that_cannot_be_opened_is_left_out_on_demand(suffix, damage, tmp_path):
+    whole = _packed(suffix, sentences(9, 200))
+    damaged = {"cut": whole[:-20], "garbage": b"\x01\xff" * 200, "empty": b""}[damage]
+    (tmp_path / f"bad.{suffix}").write_bytes(damaged)
+    good = write_jsonl(tmp_path / "good.jsonl", sentences(1, 12))
+    names = (str(good), str(tmp_path / f"bad.{suffix}"))
+    config = PrepareConfig(input=names, tokenizer="bytes", validation_fraction=0.2)
+    if (damage, suffix[:5]) != ("empty", "jsonl"):  # which is a file without lines
+        for policy in ("auto", "fail"):
+            with pytest.raises(InputError, match=rf"bad\.{suffix}"):
+                prepare(config, tmp_path / policy, on_poison=policy)
+        completion = prepare(config, tmp_path / "d", on_poison="quarantine").completion
+        assert [lost.input.count("bad.") for lost in completion.quarantined] == [1]
+    (tmp_path / f"bad.{suffix}").write_bytes(whole)
+    completion = prepare(config, tmp_path / "repaired", on_poison="quarantine").completion
+    assert not completion.quarantined
+
+
+def test_what_was_repaired_before_anything_was_sealed_is_read(tmp_path):
+    """Also where the repair leaves the size of the file."""
+    config = _corpus(tmp_path, "VALUE").model_copy(update={"segment_tokens": 10**6})
+    told = []
+
+    def stop(progress) -> None:
+        told.append(progress.news)
+        if "left out" in progress.news:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        prepare(config, tmp_path / "d", on_progress=stop)
+    bad = Path(config.input[BAD])
+    bad.write_text(bad.read_text().replace("POISON", "HARMLE"))
+    completion = prepare(config, tmp_path / "d").completion
+    assert completion is not None
+    assert not completion.quarantined
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -210,6 +210,11 @@ def _twice(name: str) -> bytes:
             b'{"text": "a"}\n{"text": "\xff"}\n',
             r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv",
         ),
+        (
+            "a.jsonl",
+            b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+            r"a.jsonl, byte 0, line 1: not valid JSON \(a number has more than 4,300 digits\);",
+        ),
         ("a.txt", b"one\ntwo \xe4\xf6\n", r"a.txt, byte 8, line 2: not UTF-8 \(byte 0xe4"),
         (
             "a.txt",
@@ -505,9 +510,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
     def denied(*arguments, **options):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(
-        type(fsspec.filesystem("file")), "open", denied
-    )  # chmod would not stop root
+    monkeypatch.setattr(os, "open", denied)  # chmod would not stop root
     with pytest.raises(
         InputError, match=r"a.jsonl cannot be read \(Permission denied\): check the name, and that"
     ):

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers
+from chat_folder import CHATML, SPECIAL, folder_of
 
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.prepare import prepare
@@ -16,31 +15,10 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate
 from moebius.data_pipeline.tokenizers.hub import find_template, open_tokenizer
 
-CHATML = """{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content | trim }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
-
-
-def folder_of(folder: Path, template: object = CHATML, **config: Any) -> Path:
-    """Writes a tokenizer of bytes with a chat template in its tokenizer_config.json."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Library(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    library.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    library.add_special_tokens([*SPECIAL])
-    folder.mkdir(exist_ok=True)
-    library.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
-    written = named | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(written | config))
-    return folder
-
 
 def template_in(folder: Path) -> ChatTemplate:
-    found = json.loads(find_template(str(folder)) or b"{}")
-    return ChatTemplate(found["template"], found["names"], open_tokenizer(str(folder)))
+    saved = find_template(str(folder)) or b""
+    return ChatTemplate(saved, open_tokenizer(str(folder)), where=str(folder))
 
 
 def chat_of_transformers(folder: Path, prompt: str, answer: str) -> list[int]:
@@ -70,7 +48,7 @@ def test_the_ids_are_those_of_transformers(
     template: str, prompt: str, answer: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path / "chat", TEMPLATES[template])
-    begun, ended = template_in(folder).encode(prompt, answer)
+    ((begun, ended),) = template_in(folder).encode_batch([(prompt, answer)])
     end = open_tokenizer(str(folder)).end_of_document_id
     theirs = chat_of_transformers(folder, prompt, answer)
     theirs = theirs[
@@ -82,7 +60,7 @@ def test_the_ids_are_those_of_transformers(
 def test_a_text_that_spells_a_special_token_stays_text(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "chat")
     tokenizer, template = open_tokenizer(str(folder)), template_in(folder)
-    begun, ended = template.encode("a<|im_end|>b", "<|im_start|>")
+    ((begun, ended),) = template.encode_batch([("a<|im_end|>b", "<|im_start|>")])
     special = [tokenizer._library.token_to_id(token) for token in SPECIAL]  # type: ignore[attr-defined]
     assert np.isin(begun, special).sum() == 4  # <s>, start, end, start
     assert not np.isin(ended, special).any()
@@ -103,7 +81,54 @@ REFUSED = {
 def test_templates_that_fail_or_reach_out_are_refused(template: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "chat", template)
     with pytest.raises(InputError, match=REFUSED[template]):
-        template_in(folder).encode("a", "b")
+        template_in(folder).check()
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+BOUNDED = {
+    LOOPS: "too much time",
+    "{% for i in range(10**9) %}{% endfor %}": "OverflowError",
+    "{{ 'a' * 10**9 }}": "cannot be compiled|MemoryError",
+    "{{ messages[0].content * 10**9 }}": "MemoryError",
+    "{{ messages[0].content.ljust(10**9) }}": "MemoryError",
+    "{{ '%09999999999d' % 1 }}": "MemoryError",
+    "{{ 'a' | center(2 * 10**6) }}": "writes far more",
+    "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": ""
+    "MemoryError",
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}": "RecursionError",
+    "{% if 1 %}" * 3000 + "{% endif %}" * 3000: "cannot be compiled .RecursionError",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "cannot be compiled .RecursionError",
+    "{{ x | nofilter }}": "cannot be compiled .TemplateAssertionError",
+    "{% continue %}": "cannot be compiled .SyntaxError",
+    "{% include 'x' %}": "cannot be rendered .TypeError",
+    "{{ raise_exception('\x1b[31mred') }}": r"TemplateError: \\x1b\[31mred",
+}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [*list(BOUNDED)[1:], pytest.param(LOOPS, marks=pytest.mark.slow)],  # 2 s of processor time
+    ids=lambda text: text[:30],
+)
+def test_a_template_has_bounds_and_takes_the_blame(template: str, tmp_path: Path) -> None:
+    """And another one is rendered afterwards."""
+    folder = folder_of(tmp_path / "chat", template)
+    with pytest.raises(InputError, match=BOUNDED[template]) as error:
+        prepared(folder, tmp_path / "out")
+    assert str(error.value).startswith(f"the chat template of {folder} ")
+    template_in(folder_of(tmp_path / "sound")).check()
+
+
+def test_what_to_ask_a_model_is_what_transformers_would(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = folder_of(tmp_path / "chat")
+    ids = template_in(folder).begin("How are you?").tolist()
+    said = [{"role": "user", "content": "How are you?"}]
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        said, tokenize=True, return_dict=False, add_generation_prompt=True
+    )
+    assert ids == theirs
 
 
 def prepared(folder: Path, out: Path, **changes: Any) -> PrepareConfig:

@@ -1,6 +1,7 @@
 """Existing tokenizers, from files, folders and a local copy of the hub."""
 
 import base64
+import contextlib
 import json
 import re
 import subprocess
@@ -121,7 +122,7 @@ def test_what_cannot_end_a_document_is_refused(tmp_path, end, message):
         ("empty", "neither a .json or .model file nor a folder with tokenizer.json"),
         ("other.txt", "neither a .json or .model file"),
         ("broken.json", "'broken.json': "),
-        ("list.json", "tokenizer.json holds no JSON object"),
+        ("list.json", "tokenizer.json: is a list, not a JSON object"),
         ("config.json", "the `tokenizers` library cannot load it"),
     ],
 )
@@ -182,6 +183,27 @@ def test_the_error_for_a_vocabulary_of_tiktoken_converts_it(tmp_path, name):
     shift = int(name == "tekken.json")  # special tokens come first
     assert made.encode_batch([text])[0].tolist() == [n + shift for n in rank_of.encode(text)]
     assert made.decode(made.encode_batch([text])[0]) == text
+
+
+@pytest.mark.parametrize("has_class", [False, True])
+def test_the_error_for_a_vocabulary_and_its_merges_converts_them(tmp_path, has_class):
+    pytest.importorskip("transformers")
+    model = json.loads(OURS.files[TOKENIZER_FILE])["model"]
+    vocab = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])))
+    if has_class:
+        (tmp_path / CONFIG_FILE).write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    for name in (tmp_path, tmp_path / "vocab.json", tmp_path / "merges.txt"):
+        with pytest.raises(InputError, match="a vocabulary in two files") as error:
+            open_tokenizer(str(name))
+    (command,) = re.findall('python -c "(.*)"', str(error.value))
+    with contextlib.chdir(tmp_path):
+        exec(command, {})
+    made = open_tokenizer(str(tmp_path / "tokenizer"))
+    assert made.end_of_document == "<|endoftext|>"
+    text = "Hello,  worlds!\n\n日本"  # without digits, which ours takes one by one
+    assert made.encode_batch([text])[0].tolist() == OURS.encode_batch([text])[0].tolist()
 
 
 def test_a_file_is_known_by_its_content(tmp_path):

@@ -5,6 +5,7 @@ import fcntl
 import io
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,25 @@ def write(
     with atomic_directory(out, needed_bytes=1) as folder:
         (folder / "file").write_text(text)
         then(folder)
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "words"),
+    [
+        (400_000, 0, "needs 1 MiB, .* 0 MiB"),
+        (2**40 + 1, 2**40, "needs 1,048,577 MiB, .* 1,048,576"),
+    ],
+)
+def test_a_disk_that_is_too_small_is_seen_in_the_numbers(
+    needed: int, free: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage(tmp_path))(2**41, 2**41 - free, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with (
+        pytest.raises(CheckpointError, match=words),
+        atomic_directory(tmp_path / "out", needed_bytes=needed),
+    ):
+        pass
 
 
 def attempts(out: Path) -> list[Path]:
