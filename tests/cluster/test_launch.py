@@ -180,10 +180,11 @@ def test_a_new_run_and_muons_matrices_are_told_their_rates(run_dir):
 def test_a_branch_is_told_its_trunks_rates_beside_its_own(run_dir, tmp_path):
     stored_as(run_dir, optim=LINEAR)
     branch = start_from(f"{run_dir}@2", None, ["train.steps=9", "optim.schedule=constant"])
-    console = Console(file=io.StringIO(), width=400)
+    said = io.StringIO()
+    console = Console(file=said, width=400)
     with opened_folder(branch.config, tmp_path / "branch", console, branch.source):
         begin_run(branch.config, launch_here(branch.config, tmp_path / "branch"), console)
-    assert "0.003 at step 9; before: 0.002 at step 2\n" in console.file.getvalue()
+    assert "0.003 at step 9; before: 0.002 at step 2\n" in said.getvalue()
 
 
 def test_a_run_that_lost_its_configuration_goes_on_with_that_of_its_checkpoint(run_dir, tmp_path):
