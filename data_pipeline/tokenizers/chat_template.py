@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -66,11 +65,8 @@ class ChatTemplate:
         Raises:
             InputError: the template or Jinja cannot be used, or the tokenizer is of another kind.
         """
-        self._name, self._advice, self._tokenizer = (
-            f"the chat template of {where}",
-            advice,
-            tokenizer,
-        )
+        self._name, self._advice = f"the chat template of {where}", advice
+        self._tokenizer = tokenizer
         if TOKENIZER_FILE not in tokenizer.files:
             raise InputError(f"{self._name} needs a tokenizer.json beside it; {advice}")
         self._text, self._names = _parts_of(saved, where)
@@ -176,10 +172,15 @@ def _rendered(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[str]
     request = json.dumps([template, contexts], ensure_ascii=False).encode(errors="surrogatepass")
     with _lock:
         process, line = _renderer(), b""
-        with suppress(BrokenPipeError):
+        try:
             process.stdin.write(request + b"\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
             line = process.stdout.readline()  # type: ignore[union-attr]
+        except BrokenPipeError:
+            pass
+        except BaseException:  # such as Ctrl-C: the answer must not reach the next request
+            end_renderer()
+            raise
         if not line.endswith(b"\n"):
             is_slow = process.wait() == -signal.SIGPROF
             why = "takes too much time" if is_slow else "ends its process"

@@ -168,7 +168,9 @@ def _pattern(described: dict[str, Any]) -> str:
         raise UnsuitableError("it normalises text")
     splitting = described["pre_tokenizer"] or {}
     steps = splitting.get("pretokenizers", [splitting])
-    *first, last = [{"type": None} | step for step in steps or [{}]]
+    if not steps:
+        raise UnsuitableError("it does not split text")
+    *first, last = [{"type": None} | step for step in steps]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         raise UnsuitableError("it does not split text byte by byte, without a blank in front")
     kinds = [step["type"] for step in first]

@@ -28,10 +28,10 @@ def named_token(config: Mapping[str, Any], key: str) -> str:
         ValueError: it is something else.
     """
     token = config.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not isinstance(token, str):
+    token = (token.get("content") if isinstance(token, dict) else token) or ""
+    if not isinstance(token, str):
         raise ValueError(f"{CONFIG_FILE}: {key} is {token!r:.60}, not a token")
-    return token or ""
+    return token
 
 
 class Tokenizer(Protocol):
