@@ -265,7 +265,8 @@ def of_model_type(place: Path, key: str, value: str) -> None:
 def of_source(place: Path, key: str, value: str) -> None:
     """Exports a run that says which family its published folder was of."""
     folder = place / "runs" / "foreign"
-    source = Source(kind="folder", given="x", path="x", digest="x", **{key: value})
+    source = Source(kind="folder", given="x", path="x", digest="x", family=value)
+    assert key in source.model_fields_set
     (folder / "source.json").write_text(source.as_text())
     origin_of(folder, make_config().model)
 
