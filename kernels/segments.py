@@ -18,8 +18,8 @@ Row counts are padded: a chunk's tail extends into the next expert's rows, which
 overwrites; sums over a chunk's rows zero both operands there. oneDNN compiles a kernel for every new
 row count (about 0.6 ms), and dropless routing produces new counts at every step, so half precision
 is padded to multiples of 64. MKL's float32 product rounds a thread's last 1 to 3 rows differently,
-so float32 is padded to multiples of 4. A row's result then never depends on its neighbours, which
-makes expert parallelism on CPUs bitwise equal to one rank.
+so float32 is padded to multiples of 4. A row's result then depends on its neighbours at few shapes
+only (docs/measured.md).
 
 For the same reason rows are aligned to 16 bytes: MKL takes other code paths, with other rounding,
 for unaligned rows. Rows of odd widths (in float32, no multiple of 4) are padded in memory at the
