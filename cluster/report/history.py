@@ -122,6 +122,8 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
                 f"the checkpoint of step {line['step']} was damaged and renamed {line['path']}; "
                 f"the run continues from step {line['resumed_from_step']}: {line['why']}"
             )
+        case "gap":
+            return f"{line['of']} {line['why']}"
         case "checkpoint" | "checkpoint_copy" if line.get("error"):
             return str(line["error"])
         case "spike" if line["in_a_row"] == 1:

@@ -68,8 +68,10 @@ def closing_words(
 def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tuple[str, str]]:
     rows = []
     if history.validation:
-        first, last = (history.validation[at(history.validation)] for at in (min, max))
-        words = f"{first:.4f} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"
+        begin, end = min(history.validation), max(history.validation)
+        first, last = history.validation[begin], history.validation[end]
+        since = f" (step {begin:,})" if begin else ""
+        words = f"{first:.4f}{since} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"
         rows.append(("validation loss", words))
     if history.step is not None:
         rows.append(("training", _training(status, history)))
@@ -79,6 +81,7 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         rows.append(("restarts", _restarts(status, history)))
     if status.source is not None:
         rows.append(("start", status.source))
+    rows += [("gap", gap) for gap in status.gaps]
     rows.append(("run folder", str(status.run_dir)))
     if picture is not None:
         rows.append(("picture", str(picture)))

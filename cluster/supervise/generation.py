@@ -230,7 +230,8 @@ class GenerationWatch:
         for line in self.metrics.read():
             self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
             if trouble := describe_trouble(line):
-                self.note(trouble)
+                gap = {"gap": line} if line["kind"] == "gap" else {}
+                self.note(trouble, **gap)
             match line:  # one that a full disk has cut, or a person edited, tells nothing
                 case {"kind": "start", "start_s": dict()}:
                     self.owner.clock.take_start(line)
