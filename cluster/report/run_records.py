@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...plugins import nearest
-from ..job import JOURNAL, METRICS, JobStatus, parse_entries, read_status
+from ..job import CONFIG, JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from ..stop import stop as _stop
 from .history import END_BYTES
 from .json_lines import KINDS, JsonLinesTail, sampled
@@ -108,8 +108,8 @@ def history(run_dir: str | PathLike[str]) -> RunHistory:
     Raises:
         JobError: there is no run in this folder.
     """
-    if not (Path(run_dir) / METRICS).exists():
-        read_status(Path(run_dir))
+    if not any((Path(run_dir) / name).exists() for name in (METRICS, JOURNAL, CONFIG)):
+        read_status(Path(run_dir))  # says what is there instead
     return RunHistory(Path(run_dir))
 
 

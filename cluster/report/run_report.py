@@ -43,7 +43,7 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})")
 _NODE_LOST = re.compile(r"node (\d+) was lost")
 
 
-_TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.RESIZING)
+_TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.STARTING, State.RESIZING)
 
 
 @dataclass(frozen=True)

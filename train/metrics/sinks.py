@@ -330,7 +330,9 @@ def _numbers(record: Record) -> dict[str, float]:
 def _are_equal(before: Mapping[str, Any], now: Mapping[str, float]) -> bool:
     """Returns whether two lines are of the same step: only the loss may differ, by rounding."""
     first, second = float(before.get("loss", 0)), float(now.get("loss", 0))
-    is_close = math.isclose(first, second, rel_tol=_ROUNDING) or first != first and second != second
+    is_close = math.isclose(first, second, rel_tol=_ROUNDING) or (
+        first != first and second != second
+    )
     return is_close and {**before, "loss": 0} == {**now, "loss": 0}
 
 

@@ -103,6 +103,16 @@ def test_closing_words_of_a_success(tmp_path):
     assert "root cause:" not in text
 
 
+def test_closing_words_say_what_the_records_lack(tmp_path):
+    lines = [
+        {"kind": "eval", "step": step, "loss": loss} for step, loss in ((340, 4.0), (500, 3.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = words(JobStatus(tmp_path, State.SUCCEEDED, step=500, gaps=("wandb lacks 2 lines",)))
+    assert "4.0000 (step 340) → 3.0000" in text
+    assert "wandb lacks 2 lines" in text
+
+
 def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
     cause = RootCause(
         "rank 3 on node 1 exited with code 1: ValueError: bad [x]",

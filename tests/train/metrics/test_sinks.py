@@ -353,7 +353,7 @@ def test_mlflow_must_have_answered_this_run_once(
     pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     config = resolve("smoke", ['train.sinks=["mlflow"]'], RECIPES)
-    with pytest.raises(ConfigError, match="'mlflow' cannot be used .*MLFLOW_TRACKING_URI is up"):
+    with pytest.raises(ConfigError, match=r"'mlflow' cannot be used .*MLFLOW_TRACKING_URI is up"):
         check_sinks(config, lambda act: act(), tmp_path)
     SentLines(facts_of(tmp_path), "mlflow").begin_run("a")  # a restart may meet an outage
     if address == "http://127.0.0.1:1":
