@@ -225,7 +225,7 @@ def choose_kernels(config: Config, process: Process) -> str:
         backend, refused = str(error), error
     process.agree("kernels", {"kernels.backend on the rank's machine": backend})
     if refused is not None:
-        raise ConfigError(str(refused)) from refused
+        raise ConfigError(str(refused)) from refused.__cause__
     return backend
 
 

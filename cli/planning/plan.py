@@ -104,7 +104,7 @@ def _plan(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         top = 10 if len(report["plans"]) == 1 else 2
-        Console().print(render_plans(report, top=top))
+        Console().print(render_plans(report, top=top), crop=False)
     return 0
 
 

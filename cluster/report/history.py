@@ -24,6 +24,7 @@ class Start:
     generation: int
     resumed_from: int | None  # step of the checkpoint; None: from the beginning
     reached: int | None  # the last step before the start
+    time: float = 0.0  # since the epoch
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,12 @@ class History:
     def _add_start(self, line: Mapping[str, Any]) -> None:
         self._expert_depths = tuple(line.get("expert_depths", ()))
         self.starts.append(
-            Start(line.get("generation", 0), line.get("resumed_from_step"), self.step)
+            Start(
+                line.get("generation", 0),
+                line.get("resumed_from_step"),
+                self.step,
+                line.get("time", 0.0),
+            )
         )
 
     def _add_train(self, line: Mapping[str, Any]) -> None:

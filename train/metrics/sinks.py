@@ -288,7 +288,8 @@ class SentLines:
             {"kind": record.kind, "step": record.step, "numbers": _numbers(record)}
             for record in once
         ]
-        self._append(*lines)
+        if lines:
+            self._append(*lines)
 
     def _append(self, *lines: Mapping[str, Any]) -> None:
         """Appends lines; the run comes first in a new file, also where the old one was deleted."""
