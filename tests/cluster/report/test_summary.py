@@ -231,7 +231,10 @@ def test_panels_line_up_and_the_load_has_its_ceiling(tmp_path: Path, model, ceil
 
 @pytest.mark.parametrize(
     ("submitted_at", "told"),
-    [(0.5, "30 steps, 300 tokens, 60 s"), (50.0, "10 steps (from 20 to 30), 100 tokens, 10 s")],
+    [
+        (0.5, "30 steps, 300 tokens, 1 min 00 s"),
+        (50.0, "10 steps (from 20 to 30), 100 tokens, 10 s"),
+    ],
 )
 def test_a_summary_counts_the_steps_of_its_own_seconds(
     tmp_path: Path, submitted_at: float, told: str
