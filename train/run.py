@@ -102,9 +102,8 @@ class Run:
 
     def end_is_requested(self) -> bool:
         """Returns, on rank 0, whether the run must save and end at the next step boundary."""
-        if self.process.rank != 0:
-            return False
-        return end_is_asked(self.run_dir) or self.checkpoints.must_stop
+        is_told = self.process.rank == 0
+        return is_told and (end_is_asked(self.run_dir) or self.checkpoints.must_stop)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -210,14 +209,12 @@ def choose_kernels(config: Config, process: Process) -> str:
     """Returns the backend of the experts' products.
 
     Raises:
-        ConfigError: the backend or torch.compile cannot run here.
-        ValueError: the ranks' machines differ.
+        ValueError: the backend or torch.compile cannot run here, or the ranks' machines differ.
     """
     refused: ValueError | None = None
     try:
-        backend = resolve_backend(
-            config.kernels.backend, process.device, products_dtype(config.train.precision)
-        )
+        dtype = products_dtype(config.train.precision)
+        backend = resolve_backend(config.kernels.backend, process.device, dtype)
         build_backend(backend)
         if config.train.compile:
             check_compiler(process.device)

@@ -191,8 +191,8 @@ class BackgroundSink:
         try:
             sink.close("failed" if self._is_failing else self._state)
         except Exception as error:  # noqa: BLE001 - as above
-            level = logging.DEBUG if self._is_failing else logging.WARNING
-            logger.log(level, "metrics: %s did not close: %s", self.name, redact(str(error)))
+            if not self._is_failing:
+                self._tell(f"did not close ({redact(str(error))})")
 
     def _count_lost(self, lines: int) -> None:
         self._lost += lines
@@ -214,13 +214,9 @@ class MetricsLog:
         sinks: Sequence[BackgroundSink] = (),
         lacks_to: int = 0,
     ) -> None:
-        """Opens metrics.jsonl if `active`; the log owns the sinks.
+        """Opens metrics.jsonl if `active`, which lacks the steps up to `lacks_to` if it is empty.
 
-        Args:
-            run_dir: of the run.
-            active: whether this is rank 0.
-            sinks: get every line, too.
-            lacks_to: the last step that an earlier process made; an empty file lacks all up to it.
+        The log owns the sinks.
         """
         self._file = _JsonLines(run_dir / FILE, lacks_to) if active else None
         self._lock = threading.Lock()  # of the file, which sinks' threads write to as well
