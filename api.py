@@ -218,8 +218,8 @@ class Size:
         return self.flops.training * self.tokens
 
 
-def recipe(name: str, /, *overrides: str, **values: object) -> Config:
-    """Returns the configuration of a recipe or a TOML file, with values changed.
+def recipe(name: str | Config, /, *overrides: str, **values: object) -> Config:
+    """Returns the configuration of a recipe, a TOML file or another configuration, with values changed.
 
     Name a value with its sections: as on the command line, joined by two underscores, or by a
     mapping per section. All three change single values and keep the others:
@@ -229,15 +229,18 @@ def recipe(name: str, /, *overrides: str, **values: object) -> Config:
         moebius.recipe("smoke", train={"steps": 20}, model={"feed_forward": {"num_experts": 32}})
 
     Args:
-        name: a name from `moebius models`, a path that ends in .toml, or your own function that
-            returns a Config, as "package.module:function".
+        name: a name from `moebius models`, a path that ends in .toml, your own function that
+            returns a Config, as "package.module:function", or a Config.
         overrides: `section.key=value` with TOML values; they win over `values`.
         values: as above; None means `none` on the command line.
 
     Raises:
         ConfigError: no such recipe, an unknown key, or conflicting values.
     """
-    return resolve(name, [*_as_arguments(values), *overrides], RECIPES)
+    changes = [*_as_arguments(values), *overrides]
+    if isinstance(name, Config):
+        return resolve("Config.json", changes, {"Config.json": lambda: name})
+    return resolve(name, changes, RECIPES)
 
 
 def start_from(
@@ -404,7 +407,7 @@ def fit(
         run_dir: a new or empty folder, or this run's.
         show: print progress.
         on_record: called with the record of every logged step (`kind` "train") and evaluation
-            ("eval"), in a thread of this process. If it returns True, the run ends at the next step
+            ("eval"), in a thread of this process. If its result is true, the run ends at the next step
             boundary with a checkpoint; so it does if it raises, and `fit` raises the error. Steps
             repeated after a recovery are told again.
 
@@ -548,7 +551,7 @@ def _telling(run_dir: Path, on_record: OnRecord | None) -> Iterator[None]:
         while not is_last:
             is_last = ended.wait(_TELL_S)
             for record in history.new_records():
-                if record["kind"] in ("train", "eval") and on_record(record) is True:
+                if record["kind"] in ("train", "eval") and _is_true(on_record(record)):
                     request_stop(run_dir)
 
     def tell_and_stop() -> None:
@@ -567,6 +570,17 @@ def _telling(run_dir: Path, on_record: OnRecord | None) -> Iterator[None]:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _is_true(answer: object) -> bool:
+    """Returns the truth of what `on_record` returned: None and the falses of numpy and torch are false."""
+    try:
+        return bool(answer)
+    except Exception as error:
+        raise TypeError(
+            f"on_record returned {answer!r:.100}, a {type(answer).__name__}, which is neither true nor "
+            f"false ({error}): return True to end the run, for example with .all() or .any()"
+        ) from error
 
 
 def _ended(status: JobStatus) -> JobStatus:

@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -167,6 +167,7 @@ class JobStatus:
     submitted_at: float | None = None
     ended_at: float | None = None
     source: str | None = None  # what the run started from, in words; None: drawn weights
+    gaps: tuple[str, ...] = ()  # in metrics.jsonl and the sinks, in words
 
     @property
     def exit_code(self) -> int:
@@ -308,7 +309,7 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
         state=state,
         generation=last.generation,
         restarts=sum(entry.state is State.RECOVERING for entry in current),
-        step=newest["step"] if newest else None,
+        step=newest["step"] if newest else _told_step(current),
         total_steps=total_steps(run_dir),
         # text if it is not finite, None if no target counted
         loss=None if newest is None or newest["loss"] is None else float(newest["loss"]),
@@ -318,7 +319,26 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
         submitted_at=current[0].time,
         ended_at=last.time if last.state.is_final else None,
         source=source if isinstance(source, str) else None,
+        gaps=_gaps(entries),
     )
+
+
+def _told_step(entries: Sequence[JournalEntry]) -> int | None:
+    """Returns the newest step that the journal names, for runs whose metrics were deleted."""
+    steps = [entry.details.get(name) for entry in entries for name in ("first_step", "step")]
+    return next((step for step in reversed(steps) if isinstance(step, int)), None)
+
+
+def _gaps(entries: Sequence[JournalEntry]) -> tuple[str, ...]:
+    """Returns what the records lack by now: the last word on each of them."""
+    gaps: dict[str, str] = {}
+    for entry in entries:
+        match entry.details.get("gap"):
+            case {"of": str(name), "lost": lost}:
+                gaps.pop(name, None)
+                if lost:
+                    gaps[name] = entry.reason
+    return tuple(gaps.values())
 
 
 def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]:

@@ -15,7 +15,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -136,6 +136,14 @@ def append_line(file: io.FileIO, line: str) -> None:
     data = b"\n" * is_torn + line.encode() + b"\n"
     if file.write(data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+
+def append_to(path: Path) -> io.FileIO:
+    """Opens a regular file for `append_line`; a folder, link or pipe in its place is renamed."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            path.rename(path.with_name(f"{path.name}.replaced-{secrets.token_hex(4)}"))
+    return path.open("ab+", buffering=0)
 
 
 def lock_file(path: Path, mode: str, *, wait: bool = False) -> io.FileIO:

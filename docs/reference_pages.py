@@ -17,8 +17,11 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 from moebius.cli.main import build_parser
+from moebius.cli.models.catalogue import catalogue, short
 from moebius.train.config.reference import Key, keys, section_documents
+from moebius.train.recipes.smoke import RECIPES
 
+RECIPES_HERE = "<!-- the table of recipes -->"
 ROOT = Path(__file__).resolve().parents[1]
 LINK_OUT = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^)#]+)(?:#[^)]*)?\)")
 
@@ -100,6 +103,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replaces links to files of the repository by their names, and finds the pictures among them."""
+    if RECIPES_HERE in markdown:
+        markdown = markdown.replace(RECIPES_HERE, recipe_table())
     up = "../" * page.file.src_uri.count("/")
 
     def replaced(found: re.Match[str]) -> str:
@@ -144,6 +149,21 @@ def _config_page() -> str:
             parts += [f"## `{section}`", documents[section]]
         parts += [f"### `{key.path}`", key.meaning, _facts(key)]
     return "\n\n".join(parts) + "\n"
+
+
+def recipe_table() -> str:
+    """Returns every recipe with its sizes, as `moebius models` lists them."""
+    rows = [
+        "| recipe | parameters | active | training FLOPs/token | architecture |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for entry in catalogue((), RECIPES):
+        total, active = (
+            short(getattr(entry.parameters, name), "B") for name in ("total", "active")
+        )
+        cells = (f"`{entry.name}`", total, active, short(entry.flops.training), entry.description)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def _facts(key: Key) -> str:

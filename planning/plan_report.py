@@ -87,9 +87,13 @@ def render_plans(report: dict[str, Any], *, top: int) -> Group:
                 justify = "left" if heading in _WORDS else "right"
                 table.add_column(heading, justify=justify, overflow="fold")
             table.add_row(*row.values(), style="" if number else "bold")
+    shown = [(size, one) for size in report["plans"] for one in _shown(size["layouts"], top)]
     notes = (*_LEGEND, f"{_tokens(report)} tokens per rank and step, {report['precision']}")
     return Group(
         table,
+        Text(""),
+        Text("the rows as keys", style="dim"),
+        *(Text(_keys(*row), no_wrap=True, overflow="ignore") for row in shown),
         Text(""),
         *map(Text, (*_skew(report), *_muon(report))),
         *(Text(line, style="yellow") for line in _warnings(report)),
@@ -122,6 +126,15 @@ def _row(layout: dict[str, Any]) -> dict[str, str]:
         "tok/s": _large(layout["tokens_per_s"]),
         "MFU": f"{100 * layout['mfu']:.1f}",
     }
+
+
+def _keys(size: dict[str, Any], layout: dict[str, Any]) -> str:
+    """Returns the overrides that train in a layout."""
+    per_node = size["ranks"] // size["nodes"]
+    keys = [f"job.num_nodes={size['nodes']}", f"job.ranks_per_node={per_node}"]
+    mesh = ("dp_replicate", "dp_shard", "ep", "sharding", "dispatcher")
+    keys += [f"mesh.{key}={layout[key]}" for key in mesh]
+    return " ".join([*keys, f"train.recompute={layout['recompute']}"])
 
 
 def _large(number: float) -> str:

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from jobs import curve, standing_cluster
@@ -176,6 +178,62 @@ def test_a_run_is_resumed_and_traced_from_python(trained: Trained, tmp_path: Pat
         moebius.resume(run_dir, "train.profile={1 = [1]}")
 
 
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [
+        (True, True), (np.True_, True), (torch.tensor(True), True), (np.array([1]), True), (1, True),
+        (False, False), (np.False_, False), (torch.tensor(False), False), (None, False), (0.0, False),
+        (np.array([True, False]), None), (torch.ones(2), None),
+    ],
+)  # fmt: skip
+def test_the_truth_of_an_answer_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object, ends: bool | None
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(api, "request_stop", asked.append)
+    with nullcontext() if ends is not None else pytest.raises(TypeError, match=r"\.all\(\) or"):
+        with api._telling(tmp_path, lambda _record: answer):
+            (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
+    assert asked == ([tmp_path] if ends in (True, None) else [])
+
+
+def test_a_configuration_is_derived_from_another() -> None:
+    config = moebius.recipe("dense")
+    other = moebius.recipe(config, "train.steps=20", optim__learning_rate=1e-4)
+    assert (other.train.steps, other.optim.learning_rate) == (20, 1e-4)
+    assert other.model == config.model
+    train = config.train.model_copy(update={"steps": 20})
+    assert config.model_copy(update={"train": train}).train.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("section", "update", "message"),
+    [
+        ("", {"d_modell": 5}, "d_modell: unknown key"),
+        ("", {"model": {"d_model": 5}}, r'moebius\.recipe\(config, "model\.KEY=VALUE"\)'),
+        ("model", {"d_modell": 5}, r"model\.d_modell: unknown key; did you mean d_model\?"),
+        ("train", {"steps": -5}, r"train\.steps: Input should be greater than 0"),
+        ("prepare", {"vocab_size": 99_999}, "make them equal"),
+    ],
+)
+def test_a_copy_of_a_configuration_is_checked(
+    section: str, update: dict[str, Any], message: str
+) -> None:
+    config = moebius.recipe("smoke")
+    if section:
+        update = {section: getattr(config, section).model_copy(update=update)}
+    with pytest.raises(ConfigError, match=message):
+        config.model_copy(update=update)
+
+
+def test_the_history_of_no_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises(JobError, match="there is no such folder"):
+        moebius.history(tmp_path / "nothere")
+    with pytest.raises(JobError, match="no job was started in this folder"):
+        moebius.history(tmp_path)
+
+
 def test_a_history_is_a_table(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     history = moebius.history(trained.run_dir)
@@ -183,6 +241,9 @@ def test_a_history_is_a_table(trained: Trained, monkeypatch: pytest.MonkeyPatch)
     assert history.frame("train")["step"].tolist() == [1, 2]
     assert history.frame("train")["loss"].iloc[-1] == trained.status.loss
     assert "perplexity" in history.frame("eval")
+    assert history.frame("spike").empty, "a kind that this run has not had"
+    with pytest.raises(ValueError, match=r"kind 'validation': records have the kinds .*\beval\b"):
+        history.frame("validation")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         history.frame()
@@ -314,13 +375,12 @@ def test_a_run_tells_its_history(trained: Trained, tmp_path: Path) -> None:
     assert [line["step"] for line in history.new_records() if line["kind"] == "train"] == [1, 2]
     assert [entry["state"] for entry in history.new_states()][-1] == "SUCCEEDED"
     assert not [*history.new_records(), *history.new_states()], "only what is new"
-    assert moebius.history(tmp_path).records() == []
+    (tmp_path / "config.json").write_text("{}")
+    assert moebius.history(tmp_path).records() == [], "a run that has not begun"
 
 
 def test_a_history_is_read_without_torch() -> None:
-    code = (
-        "import sys, moebius; moebius.history('.'), moebius.stop; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, moebius; moebius.RunHistory, moebius.stop; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

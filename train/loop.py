@@ -63,7 +63,7 @@ def train(config: Config, run_dir: Path) -> str:
     ):
         clock.mark("join")
         parts = assemble(config, run_dir, process, heartbeat)
-        check_sinks(config, parts.checkpoints.on_rank_0)
+        check_sinks(config, parts.checkpoints.on_rank_0, run_dir)
         clock.mark("build")
         resumed = resume(parts)
         clock.mark("load")

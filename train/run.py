@@ -22,7 +22,7 @@ from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
 from ..kernels.backend import build_backend, resolve_backend
-from ..model.execution.compiled import compile_dense_parts
+from ..model.execution.compiled import check_compiler, compile_dense_parts
 from ..model.execution.depth_losses import WeightedLoss, weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
@@ -102,9 +102,8 @@ class Run:
 
     def end_is_requested(self) -> bool:
         """Returns, on rank 0, whether the run must save and end at the next step boundary."""
-        if self.process.rank != 0:
-            return False
-        return end_is_asked(self.run_dir) or self.checkpoints.must_stop
+        is_told = self.process.rank == 0
+        return is_told and (end_is_asked(self.run_dir) or self.checkpoints.must_stop)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -210,19 +209,20 @@ def choose_kernels(config: Config, process: Process) -> str:
     """Returns the backend of the experts' products.
 
     Raises:
-        ValueError: the backend cannot run here, or the ranks' machines differ.
+        ValueError: the backend or torch.compile cannot run here, or the ranks' machines differ.
     """
     refused: ValueError | None = None
     try:
-        backend = resolve_backend(
-            config.kernels.backend, process.device, products_dtype(config.train.precision)
-        )
+        dtype = products_dtype(config.train.precision)
+        backend = resolve_backend(config.kernels.backend, process.device, dtype)
         build_backend(backend)
+        if config.train.compile:
+            check_compiler(process.device)
     except ValueError as error:  # tell the other ranks before raising, or they would wait
         backend, refused = str(error), error
     process.agree("kernels", {"kernels.backend on the rank's machine": backend})
     if refused is not None:
-        raise refused
+        raise ConfigError(str(refused)) from refused.__cause__
     return backend
 
 

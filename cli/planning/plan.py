@@ -105,7 +105,7 @@ def _plan(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         top = 10 if len(report["plans"]) == 1 else 2
-        terminal().print(render_plans(report, top=top))
+        terminal().print(render_plans(report, top=top), crop=False)
         if note := passes_note(config):
             print(note)
     return 0

@@ -25,6 +25,7 @@ class Start:
     generation: int
     resumed_from: int | None  # step of the checkpoint; None: from the beginning
     reached: int | None  # the last step before the start
+    time: float = 0.0  # since the epoch
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,12 @@ class History:
     def _add_start(self, line: Mapping[str, Any]) -> None:
         self._expert_depths = tuple(line.get("expert_depths", ()))
         self.starts.append(
-            Start(line.get("generation", 0), line.get("resumed_from_step"), self.step)
+            Start(
+                line.get("generation", 0),
+                line.get("resumed_from_step"),
+                self.step,
+                line.get("time", 0.0),
+            )
         )
 
     def _add_train(self, line: Mapping[str, Any]) -> None:
@@ -124,6 +130,8 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
                 f"the checkpoint of step {line['step']} was damaged and renamed {line['path']}; "
                 f"the run continues from step {line['resumed_from_step']}: {line['why']}"
             )
+        case "gap":
+            return f"{line['of']} {line['why']}"
         case "checkpoint" | "checkpoint_copy" if line.get("error"):
             return str(line["error"])
         case "spike" if line["in_a_row"] == 1:

@@ -39,6 +39,7 @@ class JsonLinesTail:
     def __init__(self, path: Path, *, offset: int = 0):
         self.path = path
         self.offset = offset
+        self._file: tuple[int, int] | None = None  # that has been read
 
     @classmethod
     def near_the_end(cls, path: Path, *, num_bytes: int) -> "JsonLinesTail":
@@ -56,8 +57,11 @@ class JsonLinesTail:
         except FileNotFoundError:
             return
         with file:
-            if os.fstat(file.fileno()).st_size < self.offset:
-                self.offset = 0  # the file was replaced by a shorter one
+            found = os.fstat(file.fileno())
+            which, before = (found.st_dev, found.st_ino), self._file
+            if found.st_size < self.offset or before not in (None, which):
+                self.offset = 0  # it was replaced, or written anew
+            self._file = which
             file.seek(self.offset)
             while line := file.readline(MAX_LINE):
                 if not line.endswith(b"\n") and len(line) < MAX_LINE:
@@ -162,10 +166,12 @@ def _is_source(value: Any) -> bool:
 
 # By the name of a value, which means the same in lines of every kind.
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "in_a_row", "generation", "done", "total", "segments"), _is_whole),
+    **dict.fromkeys(
+        ("step", "in_a_row", "lost", "generation", "done", "total", "segments"), _is_whole
+    ),
     **dict.fromkeys(("grad_norm", "loss_limit", "grad_norm_limit"), _is_measured),
     "loss": _or_none(_is_measured),  # of a step without counted targets
-    **dict.fromkeys(("path", "why", "stage", "news", "name"), _is_text),
+    **dict.fromkeys(("path", "why", "of", "stage", "news", "name"), _is_text),
     **dict.fromkeys(("error", "reason"), _or_none(_is_text)),
     **dict.fromkeys(("tokens_per_s", "eta_s"), _or_none(_is_number)),
     **dict.fromkeys(("max_violation", "effective_experts"), _list_of(_is_number)),
@@ -185,8 +191,12 @@ _WANTED: Mapping[str | None, set[str]] = {
     "checkpoint_set_aside": {"step", "resumed_from_step", "path", "why"},
     "spike": {"step", "in_a_row", "loss", "grad_norm", "loss_limit", "grad_norm_limit"},
     "data_wait": {"seconds"},
+    "gap": {"step", "of", "why", "lost"},
     "preparation": {"stage"},
 }
+
+
+KINDS = {"start", "expert_placement", "end", *filter(None, _WANTED)} - {"preparation"}  # of metrics
 
 
 def _without_controls(value: Any) -> Any:

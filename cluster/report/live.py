@@ -215,7 +215,11 @@ def _event_line(event: Event) -> Text:
 
 
 def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
-    steps = _Paced(console, lambda: view.history.step, lambda: step_line(view))
+    steps = _Paced(
+        console,
+        lambda: view.history.step,
+        lambda: (view.history.last.get("time", time.time()), step_line(view)),
+    )
     data = _Paced(console, lambda: view.data, lambda: _data_line(view))
     for events in _looks(view, until):
         for event in events:
@@ -229,7 +233,9 @@ def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], boo
 class _Paced:
     """Prints a line when a value has changed, at most every few seconds."""
 
-    def __init__(self, console: Console, value: Callable[[], Any], line: Callable[[], str]):
+    def __init__(
+        self, console: Console, value: Callable[[], Any], line: Callable[[], tuple[float, str]]
+    ):
         self._console, self._value, self._line = console, value, line
         self._shown: Any = None
         self._due_s = 0.0
@@ -241,7 +247,7 @@ class _Paced:
     def print_if_new(self) -> None:
         if (value := self._value()) != self._shown:
             self._shown, self._due_s = value, time.monotonic() + PLAIN_EVERY_S
-            _print_line(self._console, time.time(), self._line())
+            _print_line(self._console, *self._line())
 
 
 def _print_line(console: Console, at: float, text: str) -> None:
@@ -249,8 +255,9 @@ def _print_line(console: Console, at: float, text: str) -> None:
     console.print(Text(f"{_clock(at)} {text}"), soft_wrap=True)
 
 
-def _data_line(view: View) -> str:
-    return f"preparing data: {progress_words(view.data or {})}"
+def _data_line(view: View) -> tuple[float, str]:
+    data = view.data or {}
+    return data.get("time", time.time()), f"preparing data: {progress_words(data)}"
 
 
 def step_line(view: View) -> str:

@@ -14,10 +14,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..job import JOURNAL, METRICS, JobStatus, parse_entries, read_status
+from ...plugins import nearest
+from ..job import CONFIG, JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from ..stop import stop as _stop
 from .history import END_BYTES
-from .json_lines import JsonLinesTail, sampled
+from .json_lines import KINDS, JsonLinesTail, sampled
 from .run_report import find_runs as _find_runs
 
 if TYPE_CHECKING:
@@ -68,12 +69,18 @@ class RunHistory:
 
         Raises:
             ImportError: pandas is not installed.
+            ValueError: no run has records of this kind.
         """
         try:
             import pandas
         except ImportError:
             raise ImportError("a table needs pandas: pip install pandas") from None
-        return pandas.DataFrame([r for r in self.records() if not kind or r.get("kind") == kind])
+        records = self.records()
+        known = {*KINDS, *(record["kind"] for record in records if "kind" in record)}
+        if kind and kind not in known:
+            kinds = ", ".join(sorted(known))
+            raise ValueError(f"kind {kind!r}: records have the kinds {kinds}{nearest(kind, known)}")
+        return pandas.DataFrame([r for r in records if not kind or r.get("kind") == kind])
 
     def new_records(self) -> Iterator[Record]:
         """Yields the metrics written since the last call, including repeated steps."""
@@ -96,7 +103,13 @@ class RunHistory:
 
 
 def history(run_dir: str | PathLike[str]) -> RunHistory:
-    """Returns the reader of a run's records; a folder without any has an empty history."""
+    """Returns the reader of a run's records; a run that has not begun has none.
+
+    Raises:
+        JobError: there is no run in this folder.
+    """
+    if not any((Path(run_dir) / name).exists() for name in (METRICS, JOURNAL, CONFIG)):
+        read_status(Path(run_dir))  # says what is there instead
     return RunHistory(Path(run_dir))
 
 

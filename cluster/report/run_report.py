@@ -43,7 +43,7 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})")
 _NODE_LOST = re.compile(r"node (\d+) was lost")
 
 
-_TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.RESIZING)
+_TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.STARTING, State.RESIZING)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class RunReport:
             "ended_at": status.ended_at,
             "elapsed_s": round(self.elapsed_s, 3),
             "heartbeat_age_s": status.heartbeat_age_s,
+            "gaps": list(status.gaps),
             "recoveries": [asdict(recovery) for recovery in self.recoveries],
             "root_cause": None if status.root_cause is None else as_details(status.root_cause),
             "exit_code": status.exit_code,

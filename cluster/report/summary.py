@@ -3,6 +3,7 @@
 Causes, paths and reasons are shown as `Text`, because rich would read their square brackets as markup.
 """
 
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..job import JobStatus, Journal, State
+from ...train.record.untrusted import read_text
+from ..job import CONFIG, JobStatus, Journal, State
 from .data_progress import duration, last_record, progress_words
 from .history import History, Start, read_history
 
@@ -68,8 +70,10 @@ def closing_words(
 def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tuple[str, str]]:
     rows = []
     if history.validation:
-        first, last = (history.validation[at(history.validation)] for at in (min, max))
-        words = f"{first:.4f} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"
+        begin, end = min(history.validation), max(history.validation)
+        first, last = history.validation[begin], history.validation[end]
+        since = f" (step {begin:,})" if begin else ""
+        words = f"{first:.4f}{since} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"
         rows.append(("validation loss", words))
     if history.step is not None:
         rows.append(("training", _training(status, history)))
@@ -79,6 +83,7 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         rows.append(("restarts", _restarts(status, history)))
     if status.source is not None:
         rows.append(("start", status.source))
+    rows += [("gap", gap) for gap in status.gaps]
     rows.append(("run folder", str(status.run_dir)))
     if picture is not None:
         rows.append(("picture", str(picture)))
@@ -86,9 +91,13 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
 
 
 def _training(status: JobStatus, history: History) -> str:
-    words = f"{history.step:,} steps"
-    if "tokens" in history.last:
-        words += f", {history.last['tokens']:,} tokens"
+    """Describes what this submission trained, as its seconds are: not the steps that it found."""
+    end, since = history.step or 0, status.submitted_at or 0.0
+    own = (start.resumed_from or 0 for start in history.starts if start.time >= since)
+    begin = min(next(own, 0), end)
+    words = f"{end - begin:,} steps" + (f" (from {begin:,} to {end:,})" if begin else "")
+    if end and "tokens" in history.last:
+        words += f", {history.last['tokens'] * (end - begin) // end:,} tokens"
     if any(history.tokens_per_s.values()):
         words += f", {median(history.tokens_per_s.values()):,.0f} tokens/s"
     if status.submitted_at and status.ended_at:
@@ -145,14 +154,15 @@ def draw_summary(run_dir: Path) -> Path:
     path, heights = run_dir / PICTURE, [4.6, 1.8, 3.0] if history.hottest else [4.6, 1.8]
     figure: Any = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
-    rows = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    rows = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     _draw_loss(rows[0], history, title=run_dir.name, continued=_continued(run_dir))
     _label(rows[1], "learning rate", "learning rate")
     rates = sorted(history.learning_rate.items())
     rows[1].plot(*zip(*rates, strict=True) if rates else ([], []), color=_MEAN, linewidth=2.0)
     rows[1].margins(x=0.01)
     if history.hottest:
-        _draw_hottest(rows[2], history)
+        _draw_hottest(rows[2], history, ceiling=_ceiling(run_dir, history))
+    rows[-1].set_xlabel("training step", fontsize=11)
     figure.savefig(path)
     return path
 
@@ -160,6 +170,7 @@ def draw_summary(run_dir: Path) -> Path:
 _INK, _TRAIN, _MEAN, _VALIDATION, _RESTART = "#22313f", "#7aa6c2", "#2e6f95", "#d1495b", "#8d6a9f"
 
 
+_CEILING_WITHIN = 8.0  # times the height of the curve
 _FEW = 100  # points of a curve that needs no running mean
 
 
@@ -205,9 +216,25 @@ def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection
     axes.legend(frameon=False, fontsize=10.5, ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
-def _draw_hottest(axes: Any, history: History) -> None:
-    _label(axes, "expert load: most loaded expert of all depth steps", "load ÷ mean load")
+def _ceiling(run_dir: Path, history: History) -> float:
+    """Returns E/K, the load of an expert that every token chooses; 0 if K is not known."""
+    try:
+        model = json.loads(read_text(run_dir / CONFIG) or "")["model"]
+        top_k = model["feed_forward"]["router"]["top_k"]
+        return len(history.load.fractions[0]) / top_k if history.load else 0.0
+    except (ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError):
+        return 0.0
+
+
+def _draw_hottest(axes: Any, history: History, *, ceiling: float) -> None:
+    """Draws the load, with its ceiling as a line, or in words where a line would flatten the curve."""
+    highest = max(filter(math.isfinite, history.hottest.values()), default=1.0)
+    words = f"; the ceiling is E/K = {ceiling:g}" if ceiling else ""
+    title = f"expert load: most loaded expert of all depth steps{words}"
+    _label(axes, title, "load ÷ mean load")
     _draw_curve(axes, history.hottest, "load")
+    if 0 < ceiling - 1 < _CEILING_WITHIN * (highest - 1):
+        axes.axhline(ceiling, color=_VALIDATION, linewidth=1.2, linestyle="--")
     axes.margins(x=0.01)
     axes.set_ylim(bottom=1)
 
@@ -231,7 +258,6 @@ def _label(axes: Any, title: str, label: str) -> None:
     # a run folder's name may contain dollars, which matplotlib would read as a formula
     named = {"loc": "left", "fontsize": 14, "fontweight": "bold", "parse_math": False}
     axes.set_title(title, color=_INK, **named)
-    axes.set_xlabel("training step", fontsize=11)
     axes.set_ylabel(label, fontsize=11)
 
 

@@ -421,7 +421,7 @@ class JobSupervisor:
     def has_ended(self, outcome: Outcome) -> bool:
         """Journals how the generation ended; returns whether the job has ended."""
         if outcome.state == "finished":
-            self.log(State.SUCCEEDED, f"finished at step {outcome.step}")
+            self.log(State.SUCCEEDED, f"finished at step {outcome.step}", step=outcome.step)
         elif outcome.state == "paused":
             words = f"paused at step {outcome.step}, with a checkpoint"
             self.log(State.RESIZING, f"{words}; the next generation uses other nodes")
@@ -476,9 +476,10 @@ class JobSupervisor:
         """Journals that the ranks have saved and ended as requested."""
         saved = f"at step {outcome.step}, with a checkpoint"
         if self._stopped() is State.PREEMPTED:
-            self.log(State.PREEMPTED, f"preempted {saved}; `moebius resume` continues from there")
+            words = f"preempted {saved}; `moebius resume` continues from there"
+            self.log(State.PREEMPTED, words, step=outcome.step)
         else:
-            self.log(State.STOPPED, f"stopped {saved}")
+            self.log(State.STOPPED, f"stopped {saved}", step=outcome.step)
 
     def _data_used_up(self, message: str, outcome: Outcome) -> None:
         """Journals the end of a job whose ranks have used up the sealed data."""

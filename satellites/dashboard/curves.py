@@ -41,6 +41,9 @@ class Curves:
         self.loss: dict[int, float] = {}
         self.validation: dict[int, float] = {}
         self.tokens_per_s: dict[int, float] = {}
+        self.learning_rate: dict[int, float] = {}
+        self.grad_norm: dict[int, float] = {}
+        """Before clipping."""
         self.tokens: dict[int, int] = {}
         self.times: dict[int, float] = {}
         self.hottest_expert: dict[int, float] = {}
@@ -74,6 +77,9 @@ class Curves:
         loss = record["loss"]
         self.loss[step] = math.nan if loss is None else loss  # no target counted
         self.tokens_per_s[step] = record.get("tokens_per_s", 0.0)
+        for name in ("learning_rate", "grad_norm"):
+            if name in record:
+                getattr(self, name)[step] = float(record[name])
         self.tokens[step] = record.get("tokens", 0)
         self.times[step] = record.get("time", 0.0)
         self._order.append((self.times[step], step))
@@ -204,15 +210,28 @@ def _thinned(steps: Sequence[int], values: Mapping[int, float]) -> Iterator[int]
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Returns the exponential moving average, unbiased from the first value on.
+    """Returns the mean over both sides, with weights that decay exponentially with the distance.
 
-    `weight` is the past's weight, from 0 to below 1. Values that are not finite are skipped.
+    A mean of the past alone would lag behind a falling loss. `weight` is that of a neighbour, from 0 to
+    below 1. Values that are not finite are skipped.
     """
-    total = norm = 0.0
+    before = _decayed(values, weight)
+    after = list(reversed(_decayed(values[::-1], weight)))
     found = []
-    for value in values:
-        if math.isfinite(value):
-            total = weight * total + (1 - weight) * value
-            norm = weight * norm + (1 - weight)
-        found.append(total / norm if norm else value)
+    for value, (total, norm), (later, later_norm) in zip(values, before, after, strict=True):
+        own = (value, 1.0) if math.isfinite(value) else (0.0, 0.0)  # on both sides
+        weights = norm + later_norm - own[1]
+        found.append((total + later - own[0]) / weights if weights else value)
     return found
+
+
+def _decayed(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
+    """Returns the weighted sum of all values up to each one, and the sum of their weights."""
+    total = norm = 0.0
+    sums = []
+    for value in values:
+        is_finite = math.isfinite(value)
+        total = weight * total + (value if is_finite else 0.0)
+        norm = weight * norm + is_finite
+        sums.append((total, norm))
+    return sums

@@ -5,7 +5,7 @@ Colors are those of Okabe and Ito, distinguishable with any color vision, and ci
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -40,6 +40,17 @@ def throughput_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
         x, y = points(run.curves, run.curves.tokens_per_s, axis)
         _add_line(figure, run.name, x, y, color=colour)
         _mark_interruptions(figure, run.curves, axis, colour)
+    return figure
+
+
+def value_figure(
+    runs: Sequence[FollowedRun], axis: Axis, title: str, name: Literal["learning_rate", "grad_norm"]
+) -> go.Figure:
+    """Draws one number of each step."""
+    figure = _figure(title, axis)
+    for run, colour in _coloured(runs):
+        x, y = points(run.curves, getattr(run.curves, name), axis)
+        _add_line(figure, run.name, x, y, color=colour)
     return figure
 
 

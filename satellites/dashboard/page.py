@@ -13,6 +13,7 @@ from .figures import (
     load_figure,
     loss_figure,
     throughput_figure,
+    value_figure,
 )
 
 REFRESH_S = 2.0
@@ -45,6 +46,8 @@ def make_page(runs: Runs) -> Dash:
     @page.callback(
         Output("loss", "figure"),
         Output("throughput", "figure"),
+        Output("rate", "figure"),
+        Output("norm", "figure"),
         Output("imbalance", "figure"),
         Output("load", "figure"),
         Output("stand", "children"),
@@ -63,6 +66,8 @@ def make_page(runs: Runs) -> Dash:
         return (
             loss_figure(chosen, axis, smoothing),
             throughput_figure(chosen, axis),
+            value_figure(chosen, axis, "learning rate", "learning_rate"),
+            value_figure(chosen, axis, "gradient norm", "grad_norm"),
             imbalance_figure(chosen, axis),
             load_figure(with_loads, axis),
             stand_table(chosen),
@@ -76,7 +81,7 @@ def _layout(runs: Runs) -> html.Main:
     names = runs.names()
     chosen = dcc.Dropdown(names, names[:_CHOSEN_AT_FIRST], multi=True, id="chosen")
     axis = dcc.RadioItems(list(AXES), "step", id="axis", inline=True)
-    smoothing = dcc.Slider(0, 0.98, value=0.8, step=None, marks=_MARKS, id="smoothing")
+    smoothing = dcc.Slider(0, 0.98, value=0.5, step=None, marks=_MARKS, id="smoothing")
     controls = [
         html.Div([html.Label("Runs", htmlFor="chosen"), chosen]),
         html.Div([html.Label("Over"), axis]),
@@ -85,6 +90,8 @@ def _layout(runs: Runs) -> html.Main:
     cards = [
         _card("Loss (line: training, diamonds: validation)", _graph("loss")),
         _card("Throughput", _graph("throughput")),
+        _card("Learning rate", _graph("rate")),
+        _card("Gradient norm, before clipping", _graph("norm")),
         _card("Imbalance", _graph("imbalance")),
         _card("How they stand", html.Div(id="stand")),
         _card("Expert load of", dcc.Dropdown([], id="load-of", clearable=False), _graph("load")),

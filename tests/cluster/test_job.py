@@ -148,6 +148,9 @@ def test_tail_gives_whole_lines_once_and_skips_what_it_cannot_read(tmp_path):
     assert tail.read() == [{"a": 2}, {"a": 3}]
     path.write_text('{"b": 1}\n')
     assert tail.read() == [{"b": 1}], "a shorter file is a new file"
+    path.rename(tmp_path / "before")
+    path.write_text('{"c": 1}\n{"c": 2}\n')
+    assert tail.read() == [{"c": 1}, {"c": 2}], "and so is another one, however long"
 
 
 def test_tail_near_the_end_reads_only_the_end(tmp_path):

@@ -15,6 +15,8 @@ from moebius.planning.planner import Constraints, rank_plans
 from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import FULL, RoutingSkew, recorded_skew
 from moebius.planning.workload import Bank, Member, Workload
+from moebius.train.config.resolve import resolve
+from moebius.train.recipes.smoke import RECIPES
 
 H200 = HARDWARE["h200"]
 BANK = Bank("feed_forward", "feed_forward", 5, 2, 8, 8, 1, 1)
@@ -162,8 +164,15 @@ def plan(moebius: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callab
 )
 def test_one_line_per_layout_best_first_and_nothing_cut(words: str, plan: Any) -> None:
     lines = plan(words).splitlines()
-    assert max(map(len, lines)) <= 80
+    keys = [line for line in lines if line.startswith("job.num_nodes=")]
+    assert max(len(line) for line in lines if line not in keys) <= 80
     header, *rows = (line.split() for line in lines[: lines.index("")])
+    for row, line in zip(rows, keys, strict=True):
+        config = resolve(words.split()[0], line.split(), RECIPES)
+        mesh, ranks = config.mesh, config.world_size
+        assert (row[0], row[2:4]) == (str(ranks), [str(mesh.ep), mesh.sharding])
+        assert row[1] == f"{mesh.dp_replicate}×{mesh.dp_shard}"
+        assert row[5] == config.train.recompute
     assert " ".join(header) == HEADER
     assert {len(row) for row in rows} == {len(header) - 1}  # "%" belongs to its column's name
     times = [float(row[7]) for row in rows[:10] if row[0] == rows[0][0]]

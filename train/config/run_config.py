@@ -6,10 +6,10 @@ form.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
@@ -36,7 +36,7 @@ from .errors import ConfigError
 from .job_config import JobConfig
 from .schedule import SCHEDULE
 from .train_config import TrainConfig
-from .validation import validated
+from .validation import check_keys, validated
 
 
 class Config(BaseModel):
@@ -246,6 +246,30 @@ class Config(BaseModel):
                     f"leave {key} out"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        """Refuses keys that `model_copy` of a section has added."""
+        for name, section in self:
+            check_keys(section, name)
+        return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy with whole sections replaced, checked like any other configuration.
+
+        Raises:
+            ConfigError: an unknown section, a value that is none, or an invalid configuration.
+        """
+        copy = super().model_copy(update=update, deep=deep)
+        check_keys(copy)
+        for name, kind in type(self).model_fields.items():
+            if not isinstance(getattr(copy, name), type(kind.default)):
+                raise ConfigError(
+                    f"{name}: model_copy replaces whole sections, here a {type(kind.default).__name__}; "
+                    f'to change single keys, call moebius.recipe(config, "{name}.KEY=VALUE")'
+                )
+        validated(type(self), copy.model_dump(mode="json"), origin="Config.model_copy")
+        return copy
 
     def import_parts(self) -> None:
         """Imports every user's own part that a run needs (plugins.py).

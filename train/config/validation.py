@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ...model.config.model_config import SECTIONS
-from ...plugins import some_of
+from ...plugins import nearest, some_of
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .suggestions import suggest
@@ -41,6 +41,16 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
             return built
     listed = some_of(problems, between="\n", most=2_000)
     raise ConfigError(f"{origin}: the configuration is not valid\n{listed}")
+
+
+def check_keys(model: BaseModel, path: str = "") -> None:
+    """Raises ConfigError if a configuration has unknown keys, which pydantic's `model_copy` accepts."""
+    for name, value in vars(model).items():
+        where = f"{path}.{name}" if path else name
+        if name not in type(model).model_fields:
+            raise ConfigError(f"{where}: unknown key{nearest(name, type(model).model_fields)}")
+        if isinstance(value, BaseModel):
+            check_keys(value, where)
 
 
 def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:

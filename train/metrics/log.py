@@ -7,7 +7,6 @@ A sink's first failure is logged with advice. It is then reopened after 5 s, 10 
 minutes; once it works again, the log says how many lines it missed.
 """
 
-import io
 import json
 import logging
 import math
@@ -17,14 +16,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ...data_pipeline.files import append_line
+from ...data_pipeline.files import append_line, append_to
 from ..record.redaction import redact, redact_values
 
 logger = logging.getLogger(__name__)
 
+FILE = "metrics.jsonl"
 CAPACITY = 1000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _BATCH = 200
@@ -89,6 +90,7 @@ class BackgroundSink:
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._state = "failed"
+        self.tell: Callable[[str, int], None] = lambda _why, _lost: None  # also the run's readers
         self._sink: Sink | None = None
         self._lost, self._lost_in_all = 0, 0  # lines: since the sink last worked, and ever
         self._is_failing = False
@@ -117,13 +119,15 @@ class BackgroundSink:
         self.begin_to_close(state)
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            logger.warning(
-                "metrics: %s did not close within %g s and was abandoned; it lacks up to %d lines "
-                "(metrics.jsonl has them all)",
-                self.name,
-                limit_s,
-                len(self._queue) + self._lost,
+            lost = len(self._queue) + self._lost
+            self._tell(
+                f"did not close within {limit_s:g} s and was abandoned; it lacks up to {lost} lines"
             )
+
+    def _tell(self, why: str, lost: int = 1) -> None:
+        """Logs a change, and tells the run's readers of it; `lost=0`: nothing is missing."""
+        logger.warning("metrics: %s %s", self.name, why)
+        self.tell(why, lost)
 
     # In the thread -------------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class BackgroundSink:
         if self._sink is not None:
             self._close_sink(self._sink)
         if self._lost_in_all:
-            logger.warning("metrics: %s lacks %d lines in all", self.name, self._lost_in_all)
+            self._tell(f"lacks {self._lost_in_all} lines in all, which {FILE} has")
 
     def _take(self) -> list[Record]:
         """Waits for lines and returns some of them; none once the sink must close."""
@@ -162,44 +166,39 @@ class BackgroundSink:
     def _note_failure(self, error: Exception) -> None:
         """Logs the first failure of a series, and drops the sink."""
         if not self._is_failing:
-            logger.warning(
-                "metrics: %s cannot be written (%s)%s. Training continues, the sink is retried from "
-                "time to time, and metrics.jsonl has every line",
-                self.name,
-                redact(f"{type(error).__name__}: {error}"),
-                f": {self._advice}" if self._advice else "",
+            self._is_failing = True
+            what = redact(f"{type(error).__name__}: {error}")
+            advice = f": {self._advice}" if self._advice else ""
+            self._tell(
+                f"cannot be written ({what}){advice}. It is retried, and {FILE} has every line"
             )
-        self._is_failing = True
         sink, self._sink = self._sink, None
         if sink is not None:
             self._close_sink(sink)
 
     def _note_success(self) -> None:
         self._pause_s = self._first_pause_s
-        if self._is_failing:
-            logger.warning("metrics: %s works again; it lacks %d lines", self.name, self._lost)
+        was_failing, self._is_failing = self._is_failing, False
+        if was_failing:
+            self._tell(f"works again; it lacks {self._lost} lines", self._lost_in_all)
         elif self._lost and not self._was_slow:
             self._was_slow = True
-            logger.warning(
-                "metrics: %s is slower than the run and lacks %d lines; raise train.log_every",
-                self.name,
-                self._lost,
-            )
-        self._is_failing, self._lost = False, 0
+            words = f"is slower than the run and lacks {self._lost} lines; raise train.log_every"
+            self._tell(words)
+        self._lost = 0
 
     def _close_sink(self, sink: Sink) -> None:
         try:
             sink.close("failed" if self._is_failing else self._state)
         except Exception as error:  # noqa: BLE001 - as above
-            level = logging.DEBUG if self._is_failing else logging.WARNING
-            logger.log(level, "metrics: %s did not close: %s", self.name, redact(str(error)))
+            if not self._is_failing:
+                self._tell(f"did not close ({redact(str(error))})")
 
     def _count_lost(self, lines: int) -> None:
         self._lost += lines
         self._lost_in_all += lines
 
 
-FILE = "metrics.jsonl"
 _CLOSE_S = 60.0  # how long a finished run waits for its sinks
 _CLOSE_FAILED_S = 5.0  # the same for a failed run, for which other ranks wait
 
@@ -208,12 +207,24 @@ class MetricsLog:
     """Writes the metrics of a run on rank 0; does nothing on any other rank."""
 
     def __init__(
-        self, run_dir: Path, *, active: bool, sinks: Sequence[BackgroundSink] = ()
+        self,
+        run_dir: Path,
+        *,
+        active: bool,
+        sinks: Sequence[BackgroundSink] = (),
+        lacks_to: int = 0,
     ) -> None:
-        """Opens metrics.jsonl if `active`; the log owns the sinks."""
-        self._file = _JsonLines(run_dir / FILE) if active else None
+        """Opens metrics.jsonl if `active`, which lacks the steps up to `lacks_to` if it is empty.
+
+        The log owns the sinks.
+        """
+        self._file = _JsonLines(run_dir / FILE, lacks_to) if active else None
+        self._lock = threading.Lock()  # of the file, which sinks' threads write to as well
         self._sinks = tuple(sinks)
+        for sink in self._sinks:
+            sink.tell = partial(self._note_gap, sink.name)
         self._numbers: Counter[str] = Counter()
+        self._step = 0  # of the newest line
         self._state = "failed"  # until a line reports how the run ended
         self._is_failing = False  # the last line could not be written, which was logged
 
@@ -234,39 +245,64 @@ class MetricsLog:
             return
         record = Record(kind, step, time.time(), _redacted(values), self._numbers[kind])
         self._numbers[kind] += 1
+        self._step = step
         if kind == "end":
             self._state = str(values.get("state"))
-        try:
-            self._file.write_one(record)
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                logger.warning("step %d: the metrics could not be written: %s", step, error)
-            self._is_failing = True
+        self._write_to_file(record)
         slim = replace(record, values=_without_matrices(record.values))
         for sink in self._sinks:
             sink.write(slim)
 
+    def _write_to_file(self, record: Record) -> None:
+        with self._lock:
+            if self._file is None:  # a sink that was abandoned works again
+                return
+            try:
+                self._file.write_one(record)
+                self._is_failing = False
+            except OSError as error:
+                if not self._is_failing:
+                    step = record.step
+                    logger.warning("step %d: the metrics could not be written: %s", step, error)
+                self._is_failing = True
+
+    def _note_gap(self, name: str, why: str, lost: int) -> None:
+        """Writes a line about a sink that lacks lines, for the journal."""
+        self._write_to_file(gap_of(name, why, self._step, lost))
+
     def close(self) -> None:
-        """Closes the file and the sinks; a second call does nothing."""
+        """Closes the sinks and the file; a second call does nothing."""
         if self._file is None:
             return
-        self._file.close()
-        self._file = None
         for sink in self._sinks:
             sink.begin_to_close(self._state)
         limit_s = _CLOSE_FAILED_S if self._state == "failed" else _CLOSE_S
         end_s = time.monotonic() + limit_s
         for sink in self._sinks:
             sink.close(self._state, limit_s=max(0.0, end_s - time.monotonic()))
+        with self._lock:
+            self._file.close()
+            self._file = None
+
+
+def gap_of(name: str, why: str, step: int, lost: int = 1) -> Record:
+    """Returns the line that says what a file or a sink lacks; `lost=0`: nothing any more."""
+    return Record("gap", step, time.time(), {"of": name, "why": why, "lost": lost})
 
 
 class _JsonLines:
-    """Appends each record to a file as one line of JSON."""
+    """Appends each record to a file as one line of JSON.
 
-    def __init__(self, path: Path) -> None:
+    If somebody deletes, empties or replaces the file, a new one begins, and its first line says so.
+    """
+
+    def __init__(self, path: Path, lacks_to: int) -> None:
         self._path = path
-        self._file = self._open()
+        self._file = path.open("ab+", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._why = ""  # lines are missing, which is not written yet
+        if lacks_to and not self._size:
+            self._why = f"was deleted or emptied: it lacks the steps up to {lacks_to}"
 
     def write_one(self, record: Record) -> None:
         """Writes a line.
@@ -274,26 +310,41 @@ class _JsonLines:
         Raises:
             OSError: the line could not be written completely.
         """
-        if not self._is_in_place():  # deleted or replaced
+        if change := self._change():
+            self._why = f"{change}: it lacks the steps before {record.step}"
+            file = append_to(self._path)
             self._file.close()
-            self._file = self._open()
-        values = {"kind": record.kind, "step": record.step, "time": round(record.time_s, 3)}
-        append_line(self._file, json.dumps(finite(values | dict(record.values))))
+            self._file = file
+        try:
+            if self._why:
+                self._append(gap_of(FILE, self._why, record.step))
+            self._append(record)
+            self._why = ""
+        except OSError as error:
+            self._why = self._why or f"lacks lines from step {record.step} on: {error.strerror}"
+            raise
 
     def close(self) -> None:
         self._file.close()
 
-    def _open(self) -> io.FileIO:
-        return self._path.open("ab+", buffering=0)
-
-    def _is_in_place(self) -> bool:
-        """Returns whether readers of the path see what is written."""
+    def _append(self, record: Record) -> None:
+        values = {"kind": record.kind, "step": record.step, "time": round(record.time_s, 3)}
         try:
-            return not self._file.closed and os.path.samestat(
-                os.fstat(self._file.fileno()), self._path.stat()
-            )
+            append_line(self._file, json.dumps(finite(values | dict(record.values))))
+        finally:
+            self._size = os.fstat(self._file.fileno()).st_size
+
+    def _change(self) -> str:
+        """Returns what became of the file since the last line; "" if readers see what is written."""
+        own = os.fstat(self._file.fileno())
+        try:
+            if os.path.samestat(own, self._path.stat()):
+                return "was emptied or cut" if own.st_size < self._size else ""
         except FileNotFoundError:
-            return False
+            return "is a link to nothing" if self._path.is_symlink() else "was deleted"
+        return "was replaced by " + (
+            "a folder" if self._path.is_dir() else "another file or a link"
+        )
 
 
 def finite(value: Any) -> Any:

@@ -2,13 +2,17 @@
 
 Server addresses and keys come only from the environment: WANDB_API_KEY, MLFLOW_TRACKING_URI, …
 
-An append-only service must not receive a step twice. Steps repeated after a restart have the same
-numbers, so `SentLines` records in the run folder what was sent and skips it. TensorBoard hides
-steps instead.
+W&B and MLflow only append. A run that resumes repeats steps with the same numbers, which `SentLines`
+skips: it records in the run folder what was sent. A run that went back and makes steps anew, with
+other numbers, gets another run there, from the step that it went back to. TensorBoard hides the
+abandoned steps instead.
 """
 
 import importlib
+import inspect
 import json
+import logging
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...data_pipeline.files import write_atomically
+from ...data_pipeline.files import append_line, append_to
 from ..config.errors import ConfigError
 from ..config.run_config import Config
 from ..record.redaction import redact, redact_values
 from .curves import points_of
 from .log import BackgroundSink, MetricsLog, Record, Sink
+
+logger = logging.getLogger(__name__)
 
 _DEPTHS_EVERY = 10  # lines between those with every depth step
 # TensorBoard's page "Custom Scalars": one chart per statistic, with a curve for each depth step.
@@ -36,6 +42,8 @@ _LAYOUT = {
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one request to MLflow
 _MOST_CHARS = 500  # of a parameter's value, the limit of older MLflow servers
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_TELLING = ("loss", "learning_rate", "digest")  # the latter is of the step's data
+_ROUNDING = 1e-3  # of a loss, on other ranks
 # Kinds of lines in which a step occurs once; any other line is a separate event.
 _ONCE_PER_STEP = {"train", "eval", "checkpoint", "checkpoint_copy", "expert_placement", "spike"}
 
@@ -47,6 +55,7 @@ class RunFacts:
     run_dir: Path
     config: Mapping[str, Any]  # the configuration as plain values, without secrets
     expert_depths: tuple[int, ...]  # depth steps that have experts, from 1
+    first_step: int = 1  # of this process
 
     @property
     def name(self) -> str:
@@ -84,27 +93,58 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """Sends numbers to Weights & Biases, as one run per run folder.
+class _Service:
+    """Sends lines to a service that only appends, with its own run for each history of the run folder."""
 
-    The step is a number of each line and every chart's axis, because W&B's own counter only grows
-    and would refuse a checkpoint's line about an earlier step.
-    """
+    NAME: str
 
     def __init__(self, facts: RunFacts, _first_step: int | None = None) -> None:
-        """Creates the run, or continues the one recorded in the run folder."""
+        """Creates the service's run, or continues the one recorded in the run folder."""
+        self._facts = facts
+        self._sent = SentLines(facts, self.NAME)
+        self._open()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Sends the lines that the service's run lacks, or all lines of this process to another run."""
+        lines = self._sent.unsent(records)
+        if self._sent.run is None:
+            self._leave()
+            self._open()
+        self._send(lines)
+        self._sent.note(lines)
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        raise NotImplementedError
+
+    def _send(self, records: Sequence[Record]) -> None:
+        raise NotImplementedError
+
+
+class WandB(_Service):
+    """Sends numbers to Weights & Biases.
+
+    The step is a number of each line and every chart's axis, because W&B's own counter only grows
+    and would refuse a checkpoint's line about an earlier step. W&B neither rewinds nor forks runs
+    with such an axis, and would draw both values of a step.
+    """
+
+    NAME = "wandb"
+
+    def _open(self) -> None:
         import wandb
 
-        self._facts = facts
-        self._sent = SentLines(facts.run_dir, "wandb")
         if self._sent.run is None:
             self._sent.begin_run(secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "moebius",
             id=self._sent.run,
-            name=facts.name,
+            name=self._sent.name,
+            group=os.environ.get("WANDB_RUN_GROUP") or self._facts.name,
             resume="allow",
-            dir=str(facts.run_dir),
+            dir=str(self._facts.run_dir),
             settings=wandb.Settings(
                 console="off",  # the ranks' output stays here
                 silent=True,
@@ -114,17 +154,18 @@ class WandB:
                 init_timeout=60.0,
             ),
         )
-        self._run.config.update(dict(facts.config), allow_val_change=True)
+        self._run.config.update(dict(self._facts.config), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Sends the lines that were not sent before."""
-        for record in self._sent.unsent(records):
+    def _leave(self) -> None:
+        self._run.finish(exit_code=1)
+
+    def _send(self, records: Sequence[Record]) -> None:
+        for record in records:
             row = dict(self._facts.points(record))
             if row:
                 self._run.log(row | {"step": record.step})
-        self._sent.note(records)
 
     def close(self, state: str) -> None:
         """Waits until the server has everything, and ends W&B's process."""
@@ -136,32 +177,33 @@ class WandB:
             wandb.teardown()
 
 
-class MLflow:
-    """Sends numbers to an MLflow tracking server, as one run per run folder."""
+class MLflow(_Service):
+    """Sends numbers to an MLflow tracking server."""
 
-    def __init__(self, facts: RunFacts, _first_step: int | None = None) -> None:
-        """Creates the run, or continues the one recorded in the run folder."""
+    NAME = "mlflow"
+
+    def _open(self) -> None:
         from mlflow.tracking import MlflowClient
 
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # our thread retries
-        self._facts = facts
-        self._sent = SentLines(facts.run_dir, "mlflow")
+        _mlflow_gives_up_soon()
         self._client = MlflowClient()
         run = self._sent.run
         self._run = run if run is not None and self._has_resumed(run) else self._create_run()
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Sends the lines that were not sent before."""
+    def _leave(self) -> None:
+        self._client.set_tag(self._run, "moebius.continued_in", self._sent.name)
+        self.close("stopped")
+
+    def _send(self, records: Sequence[Record]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
             Metric(curve, value, round(record.time_s * 1000), record.step)
-            for record in self._sent.unsent(records)
+            for record in records
             for curve, value in self._facts.points(record)
         ]
         for some in _batches(metrics, _MOST_METRICS):
             self._client.log_batch(self._run, metrics=some)
-        self._sent.note(records)
 
     def close(self, state: str) -> None:
         """Tells the server how the run ended."""
@@ -186,7 +228,7 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "moebius"
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
-        run = self._client.create_run(experiment, run_name=self._facts.name).info.run_id
+        run = self._client.create_run(experiment, run_name=self._sent.name).info.run_id
         self._sent.begin_run(run)
         flat = flat_values(self._facts.config)
         parameters = [Param(key, str(flat[key])[:_MOST_CHARS]) for key in flat]
@@ -196,44 +238,141 @@ class MLflow:
 
 
 class SentLines:
-    """Records a service's run id and the sent steps, in the run folder's `sinks/NAME.json`."""
+    """Records a service's run and what it was sent, in the run folder's `sinks/NAME.json`, by line."""
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(self, facts: RunFacts, name: str) -> None:
         """Reads the file; an absent or damaged one counts as empty."""
-        self._path = run_dir / "sinks" / f"{name}.json"
+        self._path = _file_of(facts.run_dir, name)
         self.run: str | None = None
-        self._last_steps: dict[str, int] = {}
-        try:
-            values: Any = json.loads(self._path.read_text(encoding="utf-8"))
-            self.run = str(values["run"])
-            self._last_steps = {str(kind): int(step) for kind, step in values["sent"].items()}
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            pass
+        self.name = facts.name  # of the service's run
+        self._run_folder = facts.name
+        self._known: dict[tuple[str, int], dict[str, float]] = {}  # what this process may repeat
+        self._last = -1  # the last step of that
+        self._repeated: list[Record] = []  # lines of this process up to there
+        for line in _lines_of(self._path):
+            if "run" in line:
+                self.run, self.name, self._known = line["run"], line.get("name", self.name), {}
+            elif line["step"] >= facts.first_step - 1:
+                self._known[line["kind"], line["step"]] = line["numbers"]
+        self._last = max((step for _, step in self._known), default=-1)
 
     def begin_run(self, run: str) -> None:
         """Starts another run of the service, with nothing sent."""
-        self.run, self._last_steps = run, {}
-        self._save()
+        self.run, self._known, self._last = run, {}, -1
+        self._append()
 
     def unsent(self, records: Sequence[Record]) -> list[Record]:
-        """Returns the records that were not sent yet."""
-        return [one for one in records if one.step > self._last_steps.get(one.kind, -1)]
+        """Returns the records that were not sent yet.
+
+        If one was sent with other numbers, the run went back: `run` is None, and all records of this
+        process are for the next one.
+        """
+        unsent: list[Record] = []
+        for record in records:
+            if record.step <= self._last:
+                self._repeated.append(record)
+            before = self._known.get((record.kind, record.step))
+            if before is None:
+                unsent.append(record)
+            elif not _are_equal(before, _numbers(record)):
+                first = min(one.step for one in self._repeated if one.kind in _ONCE_PER_STEP)
+                self.run, self.name = None, f"{self._run_folder} from step {first}"
+                self._known, self._last = {}, -1
+                unsent = list(self._repeated)
+        return unsent
 
     def note(self, records: Sequence[Record]) -> None:
-        """Records, also on disk, that records were sent."""
-        for record in records:
-            if record.kind in _ONCE_PER_STEP:
-                last = self._last_steps.get(record.kind, -1)
-                self._last_steps[record.kind] = max(last, record.step)
-        self._save()
+        """Records on disk that records were sent."""
+        once = [record for record in records if record.kind in _ONCE_PER_STEP]
+        lines = [
+            {"kind": record.kind, "step": record.step, "numbers": _numbers(record)}
+            for record in once
+        ]
+        if lines:
+            self._append(*lines)
 
-    def _save(self) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        text = json.dumps({"run": self.run, "sent": self._last_steps}) + "\n"
-        write_atomically(self._path, text, durable=False)
+    def _append(self, *lines: Mapping[str, Any]) -> None:
+        """Appends lines; the run comes first in a new file, also where the old one was deleted."""
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            with append_to(self._path) as file:
+                if not lines or not os.fstat(file.fileno()).st_size:
+                    lines = ({"run": self.run, "name": self.name}, *lines)
+                append_line(file, "\n".join(map(json.dumps, lines)))
+        except OSError as error:
+            logger.warning("%s: not written (%s): its steps may be sent twice", self._path, error)
+
+
+def _file_of(run_dir: Path, name: str) -> Path:
+    return run_dir / "sinks" / f"{name}.json"
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the whole lines about runs and steps."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            found: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        match found:
+            case {"run": str()} | {"kind": str(), "step": int(), "numbers": dict()}:
+                yield found
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """Returns the numbers by which a repeated step is told from another one."""
+    return {name: record.values[name] for name in _TELLING if name in record.values}
+
+
+def _are_equal(before: Mapping[str, Any], now: Mapping[str, float]) -> bool:
+    """Returns whether two lines are of the same step: only the loss may differ, by rounding."""
+    first, second = float(before.get("loss", 0)), float(now.get("loss", 0))
+    is_close = math.isclose(first, second, rel_tol=_ROUNDING) or (
+        first != first and second != second
+    )
+    return is_close and {**before, "loss": 0} == {**now, "loss": 0}
 
 
 # Opening sinks ----------------------------------------------------------------------------------
+
+
+def _why_wandb_is_closed(has_worked: bool) -> str:
+    """Returns why W&B would refuse this user; "" if it would not, or where nothing is sent."""
+    import wandb
+
+    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
+        return ""
+    asks = inspect.signature(wandb.login).parameters
+    silent: dict[str, Any] = {"prompt": False} if "prompt" in asks else {}
+    try:
+        known = wandb.login(verify=not has_worked, **silent)
+    except wandb.Error as error:
+        return str(error)
+    return "" if known else "there is no API key"
+
+
+def _why_mlflow_is_closed(has_worked: bool) -> str:
+    """Returns why MLflow's server does not answer; "" if it does, or has done so in this run."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    _mlflow_gives_up_soon()
+    try:
+        client = MlflowClient()
+        if not has_worked:
+            client.search_experiments(max_results=1)
+    except (MlflowException, ImportError) as error:
+        return str(error)
+    return ""
+
+
+def _mlflow_gives_up_soon() -> None:
+    for name, value in (("MAX_RETRIES", "0"), ("TIMEOUT", "30")):  # our thread retries
+        os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
 
 
 @dataclass(frozen=True)
@@ -245,6 +384,9 @@ class SinkKind:
     advice: str  # for when it fails
     extra: str | None = None  # of moebius, which installs the module; None: a dependency does
     variable: str | None = None  # required environment variable
+    why_closed: Callable[[bool], str] = lambda _worked: (
+        ""
+    )  # to this user; worked: in this run before
 
 
 SINKS: Mapping[str, SinkKind] = {
@@ -254,9 +396,10 @@ SINKS: Mapping[str, SinkKind] = {
     "wandb": SinkKind(
         WandB,
         "wandb",
-        "set WANDB_API_KEY where the run is started, or WANDB_MODE=offline where no server can be "
-        "reached, and send the run later with `wandb sync`",
+        "run `wandb login` or set WANDB_API_KEY where the run is started, or WANDB_MODE=offline "
+        "where no server can be reached, and send the run later with `wandb sync`",
         extra="wandb",
+        why_closed=_why_wandb_is_closed,
     ),
     "mlflow": SinkKind(
         MLflow,
@@ -265,28 +408,33 @@ SINKS: Mapping[str, SinkKind] = {
         "and _PASSWORD, or _TOKEN",
         extra="mlflow",
         variable="MLFLOW_TRACKING_URI",
+        why_closed=_why_mlflow_is_closed,
     ),
 }
 
 
-def check_sinks(config: Config, on_rank_0: Callable[[Callable[[], str]], str | None]) -> None:
+def check_sinks(
+    config: Config, on_rank_0: Callable[[Callable[[], str]], str | None], run_dir: Path
+) -> None:
     """Checks before the first step that the configured sinks can work; all ranks raise alike.
 
     Args:
         config: the run's configuration.
         on_rank_0: calls a function on rank 0 and returns its result on all ranks; collective.
+        run_dir: the run's folder. A server that has answered this run may be away for a while.
 
     Raises:
-        ConfigError: rank 0 lacks a package or an environment variable.
+        ConfigError: rank 0 lacks a package, an environment variable or a key, or a server has never
+            answered this run.
     """
     names = config.train.sinks
-    if why := on_rank_0(lambda: _missing(names)):
+    if why := on_rank_0(lambda: _missing(names, run_dir)):
         raise ConfigError(
             f"train.sinks={list(names)}: {why} (on the machine of rank 0), or leave it out"
         )
 
 
-def _missing(names: Sequence[str]) -> str:
+def _missing(names: Sequence[str], run_dir: Path) -> str:
     """Returns what these sinks lack and what to do; "" if nothing.
 
     It imports their modules in the main thread, because two threads importing parts of one library
@@ -306,6 +454,8 @@ def _missing(names: Sequence[str]) -> str:
                 f"{name!r} needs the environment variable {kind.variable}: set it where the run is "
                 "started, for example to http://mlflow.example:5000"
             )
+        elif why := kind.why_closed(any(_lines_of(_file_of(run_dir, name)))):
+            faults.append(f"{name!r} cannot be used ({redact(why)}): {kind.advice}")
     return "; ".join(faults)
 
 
@@ -321,7 +471,7 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
     if not active:
         return MetricsLog(run_dir, active=False)
     values = redact_values(config.model_dump(mode="json"))
-    facts = RunFacts(run_dir, values, tuple(config.model.expert_depths))
+    facts = RunFacts(run_dir, values, tuple(config.model.expert_depths), first_step)
     sinks = [
         BackgroundSink(
             name,
@@ -331,7 +481,10 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
         )
         for name in config.train.sinks
     ]
-    return MetricsLog(run_dir, active=True, sinks=sinks)
+    has_trained = first_step > 1 and any((run_dir / "checkpoints").glob("step_*"))
+    return MetricsLog(
+        run_dir, active=True, sinks=sinks, lacks_to=first_step - 1 if has_trained else 0
+    )
 
 
 # Shared by sinks --------------------------------------------------------------------------------

@@ -56,10 +56,13 @@ def test_what_the_fullest_expert_and_the_busiest_rank_have():
     assert curves_of(train_line(1)).hottest_expert == {}
 
 
-def test_smoothing_is_a_running_mean_without_a_bias_at_the_beginning():
+def test_smoothing_is_a_mean_over_both_sides_that_does_not_lag():
     assert smoothed([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
-    assert smoothed([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.5 * 1 + 1.0 * 3) / 1.5])
-    assert smoothed([1.0, math.nan, 3.0], 0.0) == [1.0, 1.0, 3.0]
+    assert smoothed([1.0, 3.0], 0.5) == pytest.approx([(1 + 0.5 * 3) / 1.5, (0.5 * 1 + 3) / 1.5])
+    assert smoothed([1.0, math.nan, 3.0], 0.5) == pytest.approx([1.4, 2.0, 2.6])
+    falling = [10.0 - 0.1 * step for step in range(100)]
+    assert smoothed(falling, 0.8)[30:70] == pytest.approx(falling[30:70], abs=0.01)
+    assert smoothed([1.0, 3.0], 0.0) == [1.0, 3.0]
 
 
 def test_a_run_is_read_on_and_tells_what_happened(tmp_path):

@@ -22,6 +22,7 @@ from moebius_dashboard.figures import (
     load_figure,
     loss_figure,
     throughput_figure,
+    value_figure,
 )
 
 
@@ -46,13 +47,22 @@ def test_the_loss_is_drawn_smoothed_and_as_it_was_with_its_validation(none, tmp_
     run, other = followed(tmp_path / "a", *lines, validation), followed(tmp_path / "b", lines[0])
     raw, smooth, points, *_ = traces(loss_figure([run, other], "step", 0.5))
     assert list(raw["y"]) == [4.0, 2.0, None]
-    assert list(smooth["y"]) == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5, (0.5 * 4 + 2) / 1.5])
+    both = [(4 + 0.5 * 2) / 1.5, (0.5 * 4 + 2) / 1.5, (0.25 * 4 + 0.5 * 2) / 0.75]
+    assert list(smooth["y"]) == pytest.approx(both)
     assert (list(points["x"]), list(points["y"])) == ([2], [3.5])
     drawn = traces(loss_figure([run, other], "tokens", 0))
     assert [line["line"]["color"] for line in drawn if "validation" not in line["name"]] == list(
         COLOURS[:2]
     )
     assert list(drawn[0]["x"]) == [100, 200, 300]
+
+
+def test_rate_and_gradient_norm_are_those_of_the_records(tmp_path):
+    lines = [train_line(1) | {"learning_rate": 1e-3, "grad_norm": "inf"}, train_line(2)]
+    run = followed(tmp_path / "a", *lines)
+    [rate] = traces(value_figure([run], "step", "learning rate", "learning_rate"))
+    [norm] = traces(value_figure([run], "step", "gradient norm", "grad_norm"))
+    assert (list(rate["x"]), list(rate["y"]), list(norm["y"])) == ([1], [1e-3], [None])
 
 
 def test_what_interrupted_a_run_is_marked(tmp_path):

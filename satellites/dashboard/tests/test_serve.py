@@ -63,6 +63,8 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
     outputs = [
         "loss.figure",
         "throughput.figure",
+        "rate.figure",
+        "norm.figure",
         "imbalance.figure",
         "load.figure",
         "stand.children",

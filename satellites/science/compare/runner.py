@@ -56,7 +56,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         """Begins to follow the run."""
-        self.history = moebius.history(self.run.folder)
+        self.history = moebius.RunHistory(self.run.folder)
 
     def read_on(self) -> None:
         """Reads the run's progress."""
@@ -117,7 +117,7 @@ def restart(runs: Sequence[PlannedRun], arms: Sequence[str]) -> None:
 
 def is_trained(run: PlannedRun) -> bool:
     """Tells whether a run completed all its steps successfully."""
-    history = moebius.history(run.folder)
+    history = moebius.RunHistory(run.folder)
     states = [entry["state"] for entry in history.new_states()]
     if states[-1:] != ["SUCCEEDED"]:
         return False

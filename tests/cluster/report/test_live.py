@@ -4,6 +4,7 @@ import io
 import json
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,8 @@ def test_plain_lines_tell_the_story_of_a_run(tmp_path):
         "generation 2 continued from the checkpoint of step 5",
         "checkpoint of step 5 written in 0.25 s",
         "validation loss 4.5 at step 10",
-        "step 10/10, loss 4, validation 4.5000, 12,346 tokens/s, expert load max/mean 2.80",
+        f"{datetime.fromtimestamp(SOON + 10):%H:%M:%S} step 10/10, loss 4, validation 4.5000, 12,346 tokens/s, "
+        "expert load max/mean 2.80",
         "SUCCEEDED: finished at step 10",
     ):
         assert told in text

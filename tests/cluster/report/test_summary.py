@@ -103,6 +103,16 @@ def test_closing_words_of_a_success(tmp_path):
     assert "root cause:" not in text
 
 
+def test_closing_words_say_what_the_records_lack(tmp_path):
+    lines = [
+        {"kind": "eval", "step": step, "loss": loss} for step, loss in ((340, 4.0), (500, 3.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = words(JobStatus(tmp_path, State.SUCCEEDED, step=500, gaps=("wandb lacks 2 lines",)))
+    assert "4.0000 (step 340) → 3.0000" in text
+    assert "wandb lacks 2 lines" in text
+
+
 def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
     cause = RootCause(
         "rank 3 on node 1 exited with code 1: ValueError: bad [x]",
@@ -197,3 +207,44 @@ def test_the_picture_tells_a_restart_from_a_continuation_and_draws_few_points_on
         _draw_loss(axes, history, title="run", continued=continued)
         assert axes.get_legend_handles_labels()[1] == labels
     assert draw_summary(tmp_path).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("model", "ceiling"),
+    [
+        ({"feed_forward": {"router": {"top_k": 1}}}, 2.0),
+        ({"feed_forward": {"router": {"p": 0.5}}}, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_panels_line_up_and_the_load_has_its_ceiling(tmp_path: Path, model, ceiling) -> None:
+    write_metrics(tmp_path, steps=50)
+    (tmp_path / "config.json").write_text(json.dumps({"model": model}))
+    figures: list[Figure] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
+        draw_summary(tmp_path)
+    loss, rate, load = figures[0].axes
+    assert loss.get_xlim() == rate.get_xlim() == load.get_xlim()
+    assert [line.get_ydata()[0] for line in load.lines[1:]] == [ceiling] * bool(ceiling)
+
+
+@pytest.mark.parametrize(
+    ("submitted_at", "told"),
+    [
+        (0.5, "30 steps, 300 tokens, 1 min 00 s"),
+        (50.0, "10 steps (from 20 to 30), 100 tokens, 10 s"),
+    ],
+)
+def test_a_summary_counts_the_steps_of_its_own_seconds(
+    tmp_path: Path, submitted_at: float, told: str
+) -> None:
+    lines = [
+        {"kind": "start", "step": 0, "time": 1.0, "generation": 1},
+        {"kind": "train", "step": 20, "time": 40.0, "loss": 1.0, "tokens": 200},
+        {"kind": "start", "step": 20, "time": 51.0, "generation": 2, "resumed_from_step": 20},
+        {"kind": "train", "step": 30, "time": 60.0, "loss": 1.0, "tokens": 300},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status = JobStatus(tmp_path, State.SUCCEEDED, step=30, submitted_at=submitted_at, ended_at=60.0)
+    assert told in words(status)

@@ -21,9 +21,12 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.cluster.nodes.provider import Capacity, NodeLost, NodesUnavailable
+from moebius.cluster.report.run_report import read_report
 from moebius.cluster.stop import interrupts_stop_the_job, request_stop, stop_requested
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
 from moebius.cluster.supervise.job_supervisor import JobSupervisor, supervise
+from moebius.cluster.watch import watcher
+from moebius.cluster.watch.heartbeats import RankState
 from moebius.train.config.errors import EXIT_MISTAKE
 from tests.cluster.pretended import (
     OK,
@@ -706,3 +709,76 @@ def test_nodes_that_do_not_reach_each_other_are_named_and_waited_for(tmp_path):
     assert told[State.PLACING].reason == f"{words}; the job waits for the network between them"
     assert read_status(tmp_path).state is State.SUCCEEDED
     assert len(nodes[0].assignments) == 2
+
+
+def gap(of: str, why: str, lost: int) -> dict[str, Any]:
+    return {"kind": "gap", "step": 4, "of": of, "why": why, "lost": lost}
+
+
+def test_what_records_lack_stands_in_journal_and_status(tmp_path):
+    lines = [
+        gap("metrics.jsonl", "was deleted: it lacks the steps before 4", 1),
+        gap("wandb", "cannot be written (x)", 1),
+        gap("mlflow", "cannot be written (y)", 1),
+        gap("mlflow", "works again; it lacks 0 lines", 0),
+        gap("wandb", "lacks 2 lines in all", 2),
+    ]
+    status, _ = live(tmp_path, writes(*lines, then=GOES_ON))
+    told = [entry.reason for entry in Journal(tmp_path).entries()]
+    assert [words for words in told if "cannot be written" in words or "deleted" in words] == [
+        f"{line['of']} {line['why']}" for line in lines[:3]
+    ]
+    assert status.gaps == (
+        "metrics.jsonl was deleted: it lacks the steps before 4",
+        "wandb lacks 2 lines in all",
+    )
+
+
+def test_a_job_whose_metrics_are_gone_has_trained_nevertheless(tmp_path):
+    def loses_them(run_dir: Path) -> AgentReport | None:
+        (run_dir / "metrics.jsonl").unlink()
+        return finishes(run_dir)
+
+    status, _ = live(tmp_path, makes_steps(3, 5, then=loses_them))
+    assert (status.state, status.step) == (State.SUCCEEDED, 5)
+    assert "SUCCEEDED at step 5" in read_report(tmp_path).story()
+
+
+@pytest.mark.parametrize(
+    ("phase", "config", "told"),
+    [
+        (
+            "eval",
+            '{"train": {"compile": true}}',
+            "are compiling (train.compile=true) in the first eva",
+        ),
+        (
+            "compile",
+            '{"train": {"compile": true}}',
+            "compiling (train.compile=true) in the first step",
+        ),
+        ("compile", "", "the ranks are busy in the first step"),
+        ("step", "", None),
+    ],
+)
+def test_what_the_ranks_do_for_long_before_their_first_step(
+    tmp_path, monkeypatch, phase, config, told
+):
+    looks = []
+
+    def heartbeats(_node: PretendedNode) -> list[RankState]:
+        looks.append(read_status(tmp_path).reason)
+        return [RankState(0, phase, step=1, age_s=9.0)]
+
+    monkeypatch.setattr(PretendedNode, "heartbeats", heartbeats)
+    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
+    live(tmp_path, in_turn(*[waits] * 3, GOES_ON), configuration=config)
+    known = [entry for entry in Journal(tmp_path).entries() if "the ranks are" in entry.reason]
+    assert [(entry.state, told in entry.reason) for entry in known] == [
+        (State.STARTING, True)
+    ] * bool(told)
+    assert told is None or told in looks[-1]
+
+
+def waits(run_dir: Path) -> None:
+    return None

@@ -1,12 +1,19 @@
 """The log passes each line to all sinks, and writes it to metrics.jsonl at once."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_sink import FakeSink, in_background
+from jobs import wait_for
 
+from moebius.cluster.report.history import describe_trouble
+from moebius.train.config.resolve import resolve
 from moebius.train.metrics.log import MetricsLog
+from moebius.train.metrics.sinks import open_metrics
+from moebius.train.recipes.smoke import RECIPES
 
 
 def test_each_line_goes_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,15 +62,73 @@ def test_a_full_disk_costs_lines_and_not_the_run(
     assert caplog.text.count("could not be written") == 1
 
 
-@pytest.mark.parametrize("text", [None, "", '{"kind": "train", "st'])
-def test_a_deleted_or_replaced_file_gets_the_next_line(tmp_path: Path, text: str | None) -> None:
+def replaced_by_a_link(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to("/dev/null")
+
+
+def replaced_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("meddle", "what"),
+    [
+        (Path.unlink, "deleted"),
+        (lambda path: (path.unlink(), path.write_text("")), "replaced by another file"),
+        (lambda path: (path.unlink(), path.write_text('{"kind": "train", "st')), "replaced"),
+        (lambda path: path.write_text(""), "emptied"),
+        (lambda path: os.truncate(path, 30), "emptied or cut"),
+        (replaced_by_a_link, "replaced by another file or a link"),
+        (replaced_by_a_folder, "replaced by a folder"),
+    ],
+)
+def test_a_file_that_somebody_changes_gets_all_later_lines_and_says_so_once(
+    tmp_path: Path, meddle: Callable[[Path], object], what: str
+) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, active=True) as log:
         log.write("train", 1, loss=3.0)
-        path.unlink()
-        if text is not None:
-            path.write_text(text)
+        meddle(path)
         log.write("train", 2, loss=2.0)
         log.write("train", 3, loss=1.0)
+    assert not path.is_symlink()
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    assert [line["step"] for line in lines] == [2, 3]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("gap", 2),
+        ("train", 2),
+        ("train", 3),
+    ]
+    assert what in str(describe_trouble(lines[0]))
+
+
+@pytest.mark.parametrize("text", [None, ""])
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_a_run_that_continues_says_that_its_file_is_gone(
+    tmp_path: Path, text: str | None, has_trained: bool
+) -> None:
+    if has_trained:
+        (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    config = resolve("smoke", ["train.sinks=[]"], RECIPES)
+    with open_metrics(config, tmp_path, active=True, first_step=6) as log:
+        log.write("train", 6, loss=1.0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["gap", "train"][not has_trained :]  # else a branch
+
+
+def test_a_sink_that_lacks_lines_says_so_in_the_file(tmp_path: Path) -> None:
+    fake = FakeSink()
+    fake.failures = 1000
+    log = MetricsLog(tmp_path, active=True, sinks=[in_background(fake)])
+    log.write("train", 1, loss=1.0)
+    wait_for(lambda: fake.failures <= 997)
+    log.write("end", 1, state="finished")
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [describe_trouble(line) for line in lines if line["kind"] == "gap"]
+    assert len(told) == 2
+    assert str(told[0]).startswith("fake cannot be written (OSError: the disk is full")
+    assert told[1] == "fake lacks 2 lines in all, which metrics.jsonl has"

@@ -4,9 +4,14 @@ A sink that cannot work is one clear error on all ranks before the first step.
 """
 
 import json
+import math
+import os
+import re
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,14 @@ from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.metrics.log import Record
-from moebius.train.metrics.sinks import MLflow, TensorBoard, WandB, check_sinks, open_metrics
+from moebius.train.metrics.sinks import (
+    MLflow,
+    SentLines,
+    TensorBoard,
+    WandB,
+    check_sinks,
+    open_metrics,
+)
 from moebius.train.recipes.smoke import RECIPES
 
 # TensorBoard ------------------------------------------------------------------------------------
@@ -78,6 +90,11 @@ def test_tensorboard_that_is_reopened_after_a_failure_hides_nothing(tmp_path: Pa
     assert losses(tmp_path) == [(1, 1.0), (2, 1.0)]
 
 
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 # Weights & Biases -------------------------------------------------------------------------------
 
 
@@ -99,18 +116,51 @@ def stored_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-@pytest.mark.slow
-def test_wandb_continues_one_run_and_gets_no_step_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass
+class Stored:
+    """Holds what W&B has stored."""
+
+    rows: list[tuple[str, int, float | None]] = field(default_factory=list)  # run, step, loss
+    runs: list[Any] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def read_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Stored]:
+    """Lets W&B write files, and reads them."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
-    stored: Any = wandb_internal_pb2
+    records: Any = wandb_internal_pb2
     variables = {"MODE": "offline", "API_KEY": "a" * 40, "CACHE_DIR": str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
+
+    def read() -> Stored:
+        stored = Stored()
+        files = tmp_path.glob("wandb/offline-run-*/*.wandb")
+        for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
+            assert b"a" * 40 not in file.read_bytes()
+            for data in stored_records(file.read_bytes()):
+                record = records.Record.FromString(data)
+                if record.HasField("run"):
+                    stored.runs.append(record.run)
+                items = record.history.item
+                row = {"/".join(i.nested_key): json.loads(i.value_json) for i in items}
+                if row:
+                    name = stored.runs[-1].display_name
+                    stored.rows.append((name, row["step"], row.get("loss/train")))
+                if record.HasField("exit"):
+                    stored.exits.append(record.exit.exit_code)
+        return stored
+
+    return read
+
+
+def test_wandb_continues_one_run_and_gets_no_step_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_wandb: Callable[[], Stored]
+) -> None:
     start, evaluation = (
         Record("start", 1, 0.0, {"generation": 2}),
         Record("eval", 3, 0.0, {"loss": 1}),
@@ -123,21 +173,71 @@ def test_wandb_continues_one_run_and_gets_no_step_twice(
         sink.write(records)
         sink.close(state)
         monkeypatch.setenv("WANDB_PROJECT", "mine")
-    steps, runs, exits = [], [], []
-    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
-        assert b"a" * 40 not in file.read_bytes()
-        for data in stored_records(file.read_bytes()):
-            record = stored.Record.FromString(data)
-            row = {"/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            steps += [row["step"]] if row else []
-            if record.HasField("run"):
-                runs.append((record.run.project, record.run.run_id))
-            if record.HasField("exit"):
-                exits.append(record.exit.exit_code)
-    assert steps == [1, 2, 3, 3, 1, 4]
-    assert len({run for _, run in runs}) == 1
-    assert [project for project, _ in runs] == ["moebius", "mine"]
-    assert exits == [1, 0]
+    stored = read_wandb()
+    assert [step for _, step, _ in stored.rows] == [1, 2, 3, 3, 1, 4]
+    assert len({run.run_id for run in stored.runs}) == 1
+    assert [run.project for run in stored.runs] == ["moebius", "mine"]
+    assert stored.exits == [1, 0]
+
+
+@pytest.mark.slow
+def test_wandb_gets_another_run_from_where_a_run_went_back(
+    tmp_path: Path, read_wandb: Callable[[], Stored]
+) -> None:
+    attempts = (
+        [line(1), line(2), line(3), line(4)],
+        [line(2), line(3, 7.0), line(4, 7.0)],  # other samples show at step 3
+        [line(3, 7.0), line(4, 7.0), line(5, 7.0)],  # the same again, after a failure
+    )
+    for records in attempts:
+        sink = WandB(facts_of(tmp_path))
+        for record in records:
+            sink.write([record])
+        sink.close("finished")
+    stored, name = read_wandb(), tmp_path.name
+    assert stored.rows == [
+        *((name, step, 1.0) for step in (1, 2, 3, 4)),
+        *((f"{name} from step 2", step, loss) for step, loss in ((2, 1.0), (3, 7.0), (4, 7.0))),
+        (f"{name} from step 2", 5, 7.0),
+    ]
+    first, _, second, third = stored.runs
+    assert first.run_id != second.run_id == third.run_id
+    assert {run.run_group for run in stored.runs} == {name}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_other"),
+    [
+        ({"loss": 2.0}, {"loss": 2.0001}, False),  # on other ranks
+        ({"loss": 2.0}, {"loss": 2.1}, True),
+        ({"loss": math.nan}, {"loss": math.nan}, False),
+        ({"loss": math.nan}, {"loss": 2.0}, True),
+        ({"loss": 2.0, "digest": 1}, {"loss": 2.0, "digest": 2}, True),  # other samples
+        ({"loss": 2.0, "learning_rate": 0.1}, {"loss": 2.0, "learning_rate": 0.2}, True),
+    ],
+)
+def test_a_repeated_step_is_told_from_another(
+    tmp_path: Path, before: dict[str, float], now: dict[str, float], is_other: bool
+) -> None:
+    sent = SentLines(facts_of(tmp_path), "fake")
+    sent.begin_run("a")
+    sent.note([Record("train", 4, 0.0, before)])
+    again = SentLines(facts_of(tmp_path), "fake")
+    record = Record("train", 4, 0.0, now)
+    assert again.unsent([record]) == [record] * is_other
+    assert again.run == (None if is_other else "a")
+
+
+@pytest.mark.parametrize("meddle", [Path.unlink, lambda path: path.write_text(""), folder_instead])
+def test_a_changed_file_of_sent_lines_still_names_the_run(
+    tmp_path: Path, meddle: Callable[[Path], object]
+) -> None:
+    sent = SentLines(facts_of(tmp_path), "fake")
+    sent.begin_run("a")
+    meddle(tmp_path / "sinks" / "fake.json")
+    sent.note([line(4)])
+    again = SentLines(facts_of(tmp_path), "fake")
+    assert (again.run, again.unsent([line(4)])) == ("a", [])
 
 
 # MLflow -----------------------------------------------------------------------------------------
@@ -159,7 +259,7 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, client:
     sink.write([line(step) for step in range(1, 401)])  # 2 numbers each, and more in every tenth
     sink.close("failed")
     sink = MLflow(facts_of(tmp_path))
-    sink.write([line(399, 9.0), line(400, 9.0), line(401)])
+    sink.write([line(399), line(400), line(401)])
     sink.write([Record("eval", 401, 0.0, {"loss": 1.25})])
     sink.close("finished")
     experiment = client.get_experiment_by_name("moebius")
@@ -169,6 +269,21 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, client:
     assert [(one.step, one.value) for one in found] == [(step, 1.0) for step in range(1, 402)]
     assert run.data.metrics["loss/validation"] == 1.25
     assert run.data.params["train.steps"] == "9"
+
+
+@pytest.mark.slow
+def test_mlflow_gets_another_run_from_where_a_run_went_back(tmp_path: Path, client: Any) -> None:
+    for loss in (1.0, 7.0):
+        sink = MLflow(facts_of(tmp_path))
+        sink.write([line(step, loss) for step in (2, 3)])
+        sink.close("finished")
+    experiment = client.get_experiment_by_name("moebius")
+    found = client.search_runs([experiment.experiment_id])
+    names = {run.info.run_name: run.data.metrics["loss/train"] for run in found}
+    again = f"{tmp_path.name} from step 2"
+    assert names == {tmp_path.name: 1.0, again: 7.0}
+    tags = [run.data.tags.get("moebius.continued_in") for run in found]
+    assert sorted(tags, key=str) == [None, again]
 
 
 @pytest.mark.slow
@@ -186,17 +301,63 @@ def test_mlflow_begins_a_new_run_where_the_server_does_not_know_the_old_one(
 # A run's sinks ----------------------------------------------------------------------------------
 
 
-def test_what_a_sink_lacks_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_sink_lacks_is_named_with_the_way_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "mlflow.tracking", pytest)  # any module
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = resolve("smoke", ['train.sinks=["wandb", "mlflow"]'], RECIPES)
     with pytest.raises(ConfigError) as caught:
-        check_sinks(config, lambda act: act())
+        check_sinks(config, lambda act: act(), tmp_path)
     assert "moebius[wandb]" in str(caught.value)
     assert "MLFLOW_TRACKING_URI" in str(caught.value)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    check_sinks(resolve("smoke", ['train.sinks=["mlflow"]'], RECIPES), lambda act: act())
+
+
+@pytest.mark.parametrize(
+    ("environment", "refusal"),
+    [
+        ({}, "there is no API key): run `wandb login` or set WANDB_API_KEY"),
+        ({"WANDB_API_KEY": "short"}, "WANDB_API_KEY invalid"),
+        ({"WANDB_MODE": "offline"}, None),
+        ({"WANDB_MODE": "disabled"}, None),
+    ],
+)
+def test_wandb_needs_a_key_unless_it_sends_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    refusal: str | None,
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "HOME": str(tmp_path),
+        "NETRC": str(tmp_path / "netrc"),
+        **environment,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)  # without its settings
+    wandb.teardown()
+    config = resolve("smoke", ['train.sinks=["wandb"]'], RECIPES)
+    with nullcontext() if refusal is None else pytest.raises(ConfigError, match=re.escape(refusal)):
+        check_sinks(config, lambda act: act(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://127.0.0.1:99999", "nothing://"])
+def test_mlflow_must_have_answered_this_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    config = resolve("smoke", ['train.sinks=["mlflow"]'], RECIPES)
+    with pytest.raises(ConfigError, match=r"'mlflow' cannot be used .*MLFLOW_TRACKING_URI is up"):
+        check_sinks(config, lambda act: act(), tmp_path)
+    SentLines(facts_of(tmp_path), "mlflow").begin_run("a")  # a restart may meet an outage
+    if address == "http://127.0.0.1:1":
+        check_sinks(config, lambda act: act(), tmp_path)
 
 
 def test_no_sink_but_the_lines(tmp_path: Path) -> None:
@@ -215,7 +376,8 @@ def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
         log.write("train", 1, loss=1.0)
         log.write("end", 1, state="finished")
     assert "tensorboard lacks 2 lines in all" in caplog.text
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line)["kind"] for line in text.splitlines()].count("gap") == 2
 
 
 def train_without_wandb(config: Config, run_dir: Path) -> str:
