@@ -44,8 +44,14 @@ class PerLoopRouter(ChoiceRouter):
         self.log_temperature = parameter(config.num_steps, init=zeros)
 
     def forward(
-        self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None, step: DepthStep
+        self,
+        x_TD: Tensor,
+        *,
+        batch_size: int,
+        real_T: Tensor | None = None,
+        step: DepthStep | None = None,
     ) -> Routing:
+        assert step is not None  # moebius gives it to routers that read it
         temperature = self.log_temperature[min(step.index, self.config.num_steps - 1)].exp()
         logits_TE = router_logits(x_TD, self.weight) / temperature
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)

@@ -77,7 +77,8 @@ def test_every_architecture_goes_out_with_the_same_bits(name: str, tmp_path: Pat
         wanted = documented(model_of(name))
         assert stored.keys() == wanted.keys()
         for key, (own, tensor) in wanted.items():
-            kept = precision if enters_a_product(own) else torch.float32
+            is_cast = enters_a_product(own) and not own.startswith("loops.exit_gate")
+            kept = precision if is_cast else torch.float32
             assert stored[key].dtype == kept, key
             assert torch.equal(stored[key], tensor.to(kept)), key
 
