@@ -196,6 +196,50 @@ class Only:
         return {self.name: self.value}
 
 
+_ROUTER = "feed_forward.router."
+BALANCE_KEYS = ("router_aux_loss_coef", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Maps the coefficient of the balancing loss that transformers' class adds.
+
+    The class adds it only with `output_router_logits`, over one pool of all layers, and its value is
+    top-k at perfect balance, where that of a layer here is 1.
+    """
+
+    name: str
+    is_added: bool = True  # False: the class adds none, whatever the file says
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """Returns the coefficient if the class adds the loss, else 0."""
+        reader.known.update((self.name, "output_router_logits"))
+        said = reader.values.get(self.name)
+        weight = 0.0 if said is None and not self.is_added else reader.take(self.name, float)
+        is_on = self.is_added and reader.take("output_router_logits", bool)
+        words = "none, as transformers' class adds none"
+        if weight and is_on:
+            words = f"{self.name}={weight}, pooled over all layers as in transformers' class; other "
+            words += "trainers divide by the experts per token"
+        elif self.is_added:
+            words += f" with output_router_logits=false; {_ROUTER}balance={weight} would train with it"
+        elif weight:
+            words += f" and {self.name}={weight} is not used"
+        reader.notes.append(f"balancing loss: {words}")
+        pool = {f"{_ROUTER}balance_pool": True} if self.is_added else {}
+        return {f"{_ROUTER}balance": weight if is_on else 0.0} | pool
+
+    def write(self, model: Dotted) -> dict[str, Any]:
+        """Returns the coefficient with which the class adds as much; 0 if it cannot."""
+        weight = model[f"{_ROUTER}balance"]
+        kinds = [model[f"{_ROUTER}balance_{key}"] for key in ("form", "choices")]
+        if not self.is_added:
+            return {}
+        if not model[f"{_ROUTER}balance_pool"]:
+            weight = weight / model[f"{_ROUTER}top_k"] if kinds == ["load", "all"] else 0.0
+        return {self.name: weight, "output_router_logits": weight > 0}
+
+
 @dataclass(frozen=True)
 class Windows:
     """Maps sliding_window and the layers that have it, by layer_types or by their number."""
@@ -333,7 +377,7 @@ class Rotary:
         return found if amplitude == usual else found | {"attention_factor": amplitude}
 
 
-Part = Own | Key | Only | Windows | Rotary
+Part = Own | Key | Only | Balance | Windows | Rotary
 
 
 def _m(factor: float, scale: float = 1.0) -> float:

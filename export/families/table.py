@@ -70,10 +70,7 @@ class FolderPlan:
         """Says what was assumed, left out and unpacked."""
         ignored = f"left out: {some_of(self.ignored)}" if self.ignored else ""
         unpacked = f"dequantised: {some_of(self.dequantised)}" if self.dequantised else ""
-        weight = getattr(self.model.experts and self.model.experts.router, "balance", 0.0)
-        balance = f"balancing loss: {weight} per layer (balance_pool=true: as transformers)"
-        balance = balance if weight else ""
-        return "".join(f"\n  {line}" for line in (*self.notes, balance, ignored, unpacked) if line)
+        return "".join(f"\n  {line}" for line in (*self.notes, ignored, unpacked) if line)
 
 
 def open_family(path: Path, family: str | None = None) -> FolderPlan:

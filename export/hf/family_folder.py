@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
 from ...distributed.checkpoint.source import SOURCE_FILES, read_source
 from ...model.config.model_config import ModelConfig
 from ..families.family import Family
+from ..families.keys import BALANCE_KEYS, Dotted
 from ..families.table import family_of, pieces_of
 from ..safetensors import DTYPES, ExportedTensor, Precision
 
@@ -106,10 +108,13 @@ def family_config(
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids
     values["vocab_size"] = model.vocab_size
+    written = family.write(model, max_positions)
     if not family.fits(model, values):
         others = {name for part in family.parts for name in getattr(part, "also", ())}
         values = {key: value for key, value in values.items() if key not in others}
-        values |= family.write(model, max_positions)
+        values |= written
+    elif _balance(family, values) != _balance(family, written):
+        values |= {key: written[key] for key in BALANCE_KEYS if key in written}
     keys = [key for key in _DTYPE_KEYS if key in values] or ["torch_dtype"]
     main = str(DTYPES[dtype]).removeprefix("torch.") if dtype else origin.dtypes["most"]
     values |= dict.fromkeys(keys, main)
@@ -117,6 +122,12 @@ def family_config(
         values |= dict.fromkeys([key for key in _MTP_KEYS if key in values] or _MTP_KEYS[:1], 0)
     values.pop("quantization_config", None)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _balance(family: Family, values: Mapping[str, Any]) -> Any:
+    """Returns the weight of the balancing loss that the family's own class adds."""
+    router: Any = Dotted(family.read(values)[0])["feed_forward.router"]
+    return router.get("balance")
 
 
 def original_files(origin: Origin) -> dict[str, bytes]:
