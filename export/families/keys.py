@@ -222,7 +222,7 @@ class Balance:
             words = f"{self.name}={weight}, pooled over all layers as in transformers' class; other "
             words += "trainers divide by the experts per token"
         elif self.is_added:
-            words += f" with output_router_logits=false; {_ROUTER}balance={weight} would train with it"
+            words += f" with output_router_logits=false; model.{_ROUTER}balance={weight} trains with it"
         elif weight:
             words += f" and {self.name}={weight} is not used"
         reader.notes.append(f"balancing loss: {words}")

@@ -34,6 +34,7 @@ FAMILY = Registry(
     fits=lambda found: isinstance(found, Family),
 )
 _INV_FREQ = r"rotary_emb\.inv_freq$"
+_LONGEST = 4096  # tokens of a sequence, where the folder says nothing
 _ROWS = 4096  # of embedding and head that are compared at a time
 
 
@@ -65,6 +66,12 @@ class FolderPlan:
         for piece in self.pieces:
             found.setdefault(piece.name, []).append(piece)
         return found
+
+    @property
+    def longest(self) -> int:
+        """Returns how many tokens of a sequence the model was trained for, if the folder says so."""
+        said = self.folder.config.get("max_position_embeddings")
+        return said if isinstance(said, int) and said > 0 else _LONGEST
 
     def __str__(self) -> str:
         """Says what was assumed, left out and unpacked."""

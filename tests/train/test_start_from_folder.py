@@ -20,12 +20,13 @@ from moebius import Start, start_from
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.checkpoint.pieces import cut
 from moebius.distributed.checkpoint.source import SOURCE_FILES, load_start, read_source
-from moebius.export.families.table import FAMILY, pieces_of
+from moebius.export.families.table import FAMILY, family_of, pieces_of
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.recipes.hub import HUB, continuation
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 from moebius.train.run import resume
@@ -181,6 +182,37 @@ def test_folders_that_cannot_start_a_run_are_refused(published: dict, tmp_path: 
     assert "'qwen4_moe'" in refusal()
     (folder / "config.json").unlink()
     assert "is neither a run (checkpoints/), a checkpoint (manifest.json), nor" in refusal()
+
+
+# Whose settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_published_size_trains_on_with_its_recipe_at_a_lower_rate(name: str) -> None:
+    recipe = RECIPES[name]()
+    family = family_of(recipe.model)
+    assert family is not None
+    padded = family.write(recipe.model, 4096) | {"vocab_size": recipe.model.vocab_size + 512}
+    found, words, config = continuation(family.read(padded)[0], 1024, RECIPES)
+    assert found == name == words.split()[2]
+    assert config.optim.learning_rate == pytest.approx(recipe.optim.learning_rate / 10)
+    assert config.optim.weight_decay_on == "matrices"
+    same = (recipe.train.precision, recipe.mesh, recipe.train.global_batch)
+    assert (config.train.precision, config.mesh, config.train.global_batch) == same
+    assert config.data.seq_len == 1024, "not longer than the model was trained for"
+
+
+def test_a_start_says_whose_settings_it_has(published: dict) -> None:
+    folder, _ = published["granitemoe"]
+    nobodys = "settings: those of olmoe_1b_7b with a tenth of its rate, because no recipe has this size"
+    for name, rate, words in (
+        (None, 3e-5, f"{nobodys}: learning rate 3e-05, 65,536 tokens a step, bfloat16, sharding fsdp"),
+        ("own_text", 1e-3, "settings: those of own_text: learning rate 0.001, 512 tokens a step"),
+        ("olmoe_1b_7b", 3e-4, "settings: those of olmoe_1b_7b: learning rate 0.0003"),
+    ):
+        start = start_from(folder, name, *(("data.seq_len=64",) if name else ()))
+        assert start.config.optim.learning_rate == pytest.approx(rate)
+        assert start.notes[-1].startswith(words)
 
 
 # From a command to a finished run ----------------------------------------------------------------
