@@ -260,7 +260,7 @@ def start_from(
         source: a run (its newest checkpoint), a checkpoint, a folder of published weights, or
             "hf://org/name@revision"; "RUN@STEP" branches off there with all of the run's state.
         name: as for `recipe`, for everything but the model; None: the run's own configuration, or
-            own_text.
+            of a folder the recipe with its sizes, at a tenth of the rate.
         overrides: as for `recipe`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
         family: of a folder: `module:name` of your own family.

@@ -49,7 +49,7 @@ def _add_train(commands: Commands) -> None:
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
             "train --from runs/mine optim.learning_rate=1e-4 prepare.input=other.txt --run-dir runs/next",
             "train --from runs/mine@10000 optim.schedule=wsd train.steps=12000 --run-dir runs/branch",
-            'train --from hf://allenai/OLMoE-1B-7B-0924 own_text prepare.input="texts/*.txt"',
+            'train --from hf://allenai/OLMoE-1B-7B-0924 prepare.input="texts/*.txt"',
         ],
         notes=ENDS,
     )
