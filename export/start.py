@@ -162,8 +162,10 @@ def _found(given: str, family: str | None) -> _Found:
 
 def _is_published(path: Path) -> bool:
     """Returns whether a folder has a published model's config.json; that of a run has other keys."""
-    config = read_text(path / "config.json") or ""
-    return '"model_type"' in config and not (path / "checkpoints").exists()
+    if (path / "checkpoints").exists():
+        return False
+    config = read_text(path / "config.json")
+    return config is not None and ('"model_type"' in config or any(path.glob("*.safetensors")))
 
 
 def _found_on_hub(given: str, family: str | None) -> _Found:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import ConfigError
 
-_MOST = 10**7  # of any size or count in config.json
+MOST = 10**7  # of any size or count in config.json
 _SHOWN = 200  # characters of a foreign value in a message
 _TYPES = ("full_attention", "sliding_attention")
 # Keys of config.json that change no computation.
@@ -94,11 +94,11 @@ def _of_kind(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if kind is float and math.isfinite(value):
             return float(value)
-        if kind is int and value in range(_MOST + 1):
+        if kind is int and value in range(MOST + 1):
             return int(value)
     elif value is None or (kind not in (int, float) and isinstance(value, kind)):
         return value
-    wanted = {int: f"a whole number up to {_MOST:,}", float: "a finite number"}
+    wanted = {int: f"a whole number up to {MOST:,}", float: "a finite number"}
     raise UnfitError(f"{name}={value!r:.{_SHOWN}} must be {wanted.get(kind, f'a {kind.__name__}')}")
 
 

@@ -23,13 +23,14 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE_SHARED
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
+from .own import OWN
 from .qwen import QWEN2, QWEN3
 
 FAMILIES = (*(MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3, GPT_OSS, GRANITE, GRANITE_SHARED, GLM4, ERNIE),)
 FAMILY = Registry(
     "family",
     "a family of models",
-    {model_type: family for family in FAMILIES for model_type in family.model_types},
+    {model_type: family for family in (*FAMILIES, OWN) for model_type in family.model_types},
     "a Family",
     fits=lambda found: isinstance(found, Family),
 )
@@ -92,11 +93,12 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
             does not compute.
     """
     folder = PublishedFolder(path)
-    name = family or str(folder.config.get("model_type"))
+    usual = OWN.model_types[0] if isinstance(folder.config.get("model"), dict) else None
+    name = family or str(folder.config.get("model_type", usual))
     found: Family = FAMILY.get(name)
     try:
         model, notes = found.read(folder.config)
-        if model.num_layers > len(folder.keys):
+        if model.layers_per_group > len(folder.keys):
             raise ConfigError(
                 f"num_hidden_layers={model.num_layers} with {len(folder.keys)} tensors"
             )

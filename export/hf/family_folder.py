@@ -40,7 +40,8 @@ class Origin:
     @cached_property
     def files(self) -> dict[str, bytes]:
         """Returns the kept files by name, config.json too; none: the run began without."""
-        return {path.name: path.read_bytes() for path in sorted(self.folder.glob("*"))}
+        files = {path.name: path.read_bytes() for path in sorted(self.folder.glob("*"))}
+        return {} if _is_own(files.get(CONFIG_FILE, b"{}")) else files
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
@@ -62,6 +63,19 @@ def origin_of(run_dir: Path, model: ModelConfig) -> Origin | None:
     source = read_source(run_dir)
     family = family_of(model, source.family if source else None)
     return None if family is None else Origin(family, run_dir / SOURCE_FILES, model)
+
+
+def _is_own(config: bytes) -> bool:
+    """Returns whether config.json is that of an export of moebius' own, which describes no family."""
+    return isinstance(json.loads(config).get("model"), dict)
+
+
+def dtype_before(run_dir: Path) -> Precision:
+    """Returns the dtype of the own export that a run began with, or else float32."""
+    kept = run_dir / SOURCE_FILES / CONFIG_FILE
+    text = kept.read_bytes() if kept.exists() else b"{}"
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    return names.get(json.loads(text).get("dtype", ""), "fp32") if _is_own(text) else "fp32"
 
 
 def family_tensors(
