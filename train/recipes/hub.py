@@ -332,6 +332,7 @@ def continuation(
     name = found or "olmoe_1b_7b"
     values = recipes[name]().model_dump(mode="json")
     values["optim"]["learning_rate"] /= 10
+    values["train"]["micro_batch"] = max(values["train"]["micro_batch"], model.group_sequences)
     values["train"]["steps"] = min(values["train"]["steps"], _CONTINUED_STEPS)
     values["train"]["eval_every"] = values["checkpoint"]["every"] = _CONTINUED_EVERY
     values["data"]["seq_len"] = min(values["data"]["seq_len"], longest)
