@@ -18,6 +18,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -76,8 +77,12 @@ class TrainingFailed(RuntimeError):
 class TextTokenizer:
     """Turns text into the model's tokens, and tokens into text."""
 
-    _tokenizer: Tokenizer
+    _open: Callable[[], Tokenizer]
     _device: torch.device
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._open()  # when it is asked, because an imported model may have none
 
     @property
     def vocab_size(self) -> int:
@@ -325,13 +330,13 @@ def load(
             training.
 
     Raises:
-        ValueError: the run, checkpoint or tokenizer does not exist, or the model cannot have so
-            many depth steps.
+        ValueError: the run or checkpoint does not exist, or the model cannot have so many depth
+            steps.
     """
     run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
-    tokenizer = TextTokenizer(tokenizer_of_run(restored), process.device)
+    tokenizer = TextTokenizer(partial(tokenizer_of_run, restored), process.device)
     return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
 
 

@@ -76,11 +76,13 @@ def some_of(words: Iterable[Any], near: str = "", *, between: str = ", ", most: 
 
 def runs_near(path: Path) -> str:
     """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
-    if _is_run(path):
+    if is_run(path):
         return ""
+    if is_published(path):
+        return f"; it holds published weights: `moebius ckpt import {path} --run-dir RUN` makes a run of them"
     folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
-    runs = {run.name: run for run in found if _is_run(run)}
+    runs = {run.name: run for run in found if is_run(run)}
     if not runs:
         return "; there is no run here: `moebius train smoke` makes the first one"
     close = difflib.get_close_matches(path.name, runs, n=1)
@@ -89,8 +91,14 @@ def runs_near(path: Path) -> str:
     return f"; runs here: {some_of(runs.values(), str(path))}"
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder holds a run, which may only have been imported."""
     return os.path.isfile(folder / "journal.jsonl") or os.path.isdir(folder / "checkpoints")
+
+
+def is_published(folder: Path) -> bool:
+    """Returns whether a folder holds published weights with their config.json."""
+    return os.path.isfile(folder / "config.json") and any(folder.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, eq=False)

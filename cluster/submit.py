@@ -27,6 +27,7 @@ from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, place_data, read_source
 from . import local
 from .job import (
+    JOURNAL,
     SIMULATED,
     THIS_MACHINE,
     JobError,
@@ -118,7 +119,7 @@ def resume(
     detach: bool = False,
     console: Console | None = None,
 ) -> JobStatus:
-    """Continues a run in the way it was started, here or on its cluster; returns how it ended.
+    """Continues a run in the way it was started, here or on its cluster, or starts an imported one here.
 
     Arguments and errors are those of `submit`, but without an address the run stays where it was.
 
@@ -129,13 +130,15 @@ def resume(
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
     refuse_if_running(run_dir, tell=console.print)
-    status, steps = read_status(run_dir), config.train.steps
-    if status.state is State.SUCCEEDED and status.step is not None and status.step >= steps:
+    is_import = not (run_dir / JOURNAL).exists() and (run_dir / "checkpoints").is_dir()
+    status, steps = None if is_import else read_status(run_dir), config.train.steps
+    if status is not None and status.state is State.SUCCEEDED and (status.step or 0) >= steps:
         raise JobError(
             f"{run_dir}: finished at step {status.step:,}, and train.steps is {steps:,}; to "
             f"continue, raise it: train.steps={2 * steps}"
         )
-    where, source = submitted_to(run_dir), read_source(run_dir)
+    where = THIS_MACHINE if is_import else submitted_to(run_dir)
+    source = read_source(run_dir)
     if address is None and where == THIS_MACHINE and not detach:
         return local.train_here(config, run_dir, source=source, console=console)
     before = None if where in ("", SIMULATED, THIS_MACHINE) else where

@@ -3,19 +3,21 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.tokenizers.hub import open_tokenizer
-from ..data_pipeline.tokenizers.interface import Tokenizer
+from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
+from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..plugins import runs_near
+from ..plugins import is_published, runs_near
 from ..train.config.run_config import Config, ConfigError
 from ..train.state import model_tensors
 
@@ -52,8 +54,9 @@ def restore(
             another tokenizer, or the model cannot have that many depth steps.
     """
     config_file = run_dir / "config.json"
-    if not config_file.exists():
-        raise ConfigError(f"{run_dir}: is not a run folder (no config.json){runs_near(run_dir)}")
+    if not config_file.exists() or is_published(run_dir):
+        lacks = "no checkpoints" if config_file.exists() else "no config.json"
+        raise ConfigError(f"{run_dir}: is not a run folder ({lacks}){runs_near(run_dir)}")
     config = Config.load(config_file)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))
@@ -111,6 +114,20 @@ def refuse_pairs(restored: Restored) -> None:
         )
 
 
+def require_data(run_dir: Path, restored: Restored) -> None:
+    """Checks that there is text to measure a loss on.
+
+    Raises:
+        ConfigError: none was prepared, as after `moebius ckpt import`.
+    """
+    if not restored.config.data.directory:
+        raise ConfigError(
+            f"{run_dir}: no text was prepared for it, so there is none to measure the loss on: import it "
+            "with data.directory=FOLDER of `moebius prepare`, or train it with `moebius resume`; "
+            "--prompt, --score and --tasks need none"
+        )
+
+
 def tokenizer_of_run(restored: Restored) -> Tokenizer:
     """Returns the tokenizer that a run was trained with, or that its prepared data would have.
 
@@ -121,7 +138,15 @@ def tokenizer_of_run(restored: Restored) -> Tokenizer:
     prepare, num_ids = restored.config.prepare, restored.config.prepare.num_token_ids
     if prepare.loads_tokenizer and not is_prepared(directory):  # as after `moebius ckpt import`
         directory = prepare.tokenizer
-        tokenizer = open_tokenizer(directory, end_of_document=prepare.end_of_document)
+        try:
+            tokenizer = open_tokenizer(directory, end_of_document=prepare.end_of_document)
+        except InputError:
+            if Path(directory).name != SOURCE_FILES or Path(directory, TOKENIZER_FILE).exists():
+                raise
+            raise ConfigError(
+                f"{directory}: the imported folder had no tokenizer: copy its model's "
+                f"{TOKENIZER_FILE} and {CONFIG_FILE} there"
+            ) from None
     else:
         tokenizer = prepared_tokenizer(directory)
     if tokenizer.vocab_size > min(model.vocab_size, num_ids):

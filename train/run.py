@@ -257,6 +257,8 @@ def resume(run: Run) -> Resumed | None:
     if (found := own or load_start(run.run_dir, *model_tensors(run.model), run.mesh)) is None:
         return None
     saved = found.meta.meta["config"] | {"data": {}, "prepare": {}}  # the loader compares these
+    if not found.meta.meta["progress"]["updates"]:  # imported weights have no settings yet
+        saved = {"model": saved["model"]}
     if own is None:
         check_branch(saved, run.config, str(run.run_dir), trunk=found.path)
     elif (run.run_dir / "config.json").exists():  # a run continues only with its own settings

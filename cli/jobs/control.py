@@ -91,7 +91,7 @@ def _add_resume(commands: Commands) -> None:
         commands,
         "resume",
         _resume,
-        "continue a run from its newest checkpoint, with its own configuration",
+        "continue a run from its newest checkpoint, with its own configuration, or start an imported one",
         examples=[
             "resume runs/mine",
             "resume runs/mine train.steps=20000 --address auto --detach",
@@ -126,9 +126,11 @@ def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
     from ...cluster.job import read_status
     from ...cluster.submit import resume
+    from ...plugins import is_run
 
     run_dir = options.run_dir
-    read_status(run_dir)  # raises JobError where there is no job
+    if not is_run(run_dir):
+        read_status(run_dir)  # raises JobError
     config = resolve_config(str(run_dir / "config.json"), options.overrides)
     return resume(config, run_dir, address=options.address, detach=options.detach).exit_code
 

@@ -19,7 +19,7 @@ from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import PluginError, check_call, import_own, is_own, nearest, runs_near, some_of
+from ...plugins import PluginError, check_call, import_own, is_own, is_published, is_run, nearest, runs_near, some_of
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
@@ -211,7 +211,12 @@ def _recipe_values(
 
 def _what_takes(path: Path) -> str:
     """Says which commands take a path that is no configuration."""
-    if os.path.isfile(path / "config.json"):
+    if is_published(path) and not is_run(path):
+        return (
+            f"holds published weights and is not a recipe; `moebius train --from {path}` trains them, "
+            "and `moebius models` lists the recipes of the published sizes"
+        )
+    if is_run(path):
         return (
             f"is a run, not a recipe; `moebius resume {path}` continues it, `moebius eval {path}` "
             f"measures it, and {path}/config.json is its configuration"

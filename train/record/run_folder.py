@@ -21,7 +21,7 @@ from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
-from ...distributed.checkpoint.format import CheckpointError, latest, read_meta
+from ...distributed.checkpoint.format import CheckpointError, latest, read_meta, step_name
 from ...distributed.checkpoint.source import (
     SOURCE,
     SOURCE_FILES,
@@ -108,7 +108,7 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     """Creates the run folder with its config.json and source.json, or opens an existing one.
 
     A folder without any completed step, because the start failed, accepts another configuration and another
-    source. One with steps keeps its own until the job begins (`begin_submission`), so that a start that ends
+    source; one with imported weights, another configuration of their model. One with steps keeps its own until the job begins (`begin_submission`), so that a start that ends
     early changes nothing.
 
     Args:
@@ -123,10 +123,15 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     _make_writable(run_dir)
     saved = run_dir / "config.json"
     if saved.exists():
-        before = Config.load(saved)
-        if _has_trained(run_dir):
+        before = Config.load(saved).model_dump(mode="json")
+        is_import = (run_dir / "checkpoints" / step_name(0)).exists()
+        if is_import or _has_trained(run_dir):
             _check_same_source(source, run_dir)
-            return check_same_run(before.model_dump(mode="json"), config, run_dir)
+        if is_import and not _has_trained(run_dir):  # its weights and their folder's files are here
+            check_same_run({"model": before["model"]}, config, run_dir)
+            return config.save(saved)
+        if _has_trained(run_dir):
+            return check_same_run(before, config, run_dir)
     elif any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
@@ -195,8 +200,9 @@ def end_is_asked(run_dir: Path) -> bool:
 
 
 def _has_trained(run_dir: Path) -> bool:
-    """Returns whether a step was made or saved here."""
-    if any((run_dir / "checkpoints").glob("step_*")):
+    """Returns whether a step was made or saved here; that of an import is none."""
+    saved = (path.name for path in (run_dir / "checkpoints").glob("step_*"))
+    if any(name != step_name(0) for name in saved):
         return True
     try:
         with (run_dir / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
