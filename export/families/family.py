@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ...distributed.checkpoint.pieces import Piece
 from ...model.config.model_config import ModelConfig
-from .keys import Balance, Dotted, Key, Only, Own, Part, Reader, UnfitError
+from .keys import Balance, Dotted, Key, Only, Own, Part, Reader, UnfitError, in_words_of
 
 # Names of tensors --------------------------------------------------------------------------------
 
@@ -223,13 +223,20 @@ class Family:
         usual["output_router_logits"] = lambda reader: False
         reader = Reader(config, usual | dict(self.defaults), {*self.ignored})
         found: dict[str, Any] = {**_DECODER, **self.constants}
+        origins: dict[str, dict[str, Any]] = {}  # of our keys: the keys of config.json
         for part in self.parts:
-            found |= part.read(reader)
+            reader.asked = {}
+            values = part.read(reader)
+            found |= values
+            origins |= dict.fromkeys(values, reader.asked)
         reader.refuse_unknown()
         try:
             return ModelConfig.from_dotted(found), reader.notes
         except ValidationError as error:
-            raise UnfitError("; ".join(each["msg"] for each in error.errors())) from None
+            every = error.errors()
+            faults = [each for each in every if not each["type"].startswith("bool")] or every
+            faults = dict.fromkeys(in_words_of(origins, each) for each in faults)
+            raise UnfitError("; ".join(faults)) from None
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
         """Returns config.json of a model, in both dialects.

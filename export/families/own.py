@@ -55,7 +55,9 @@ class OwnFamily(Family):
             raise UnfitError(f"model={section!r:.100} is not the configuration of a moebius model")
         for path, value in _values(section, "model"):
             if isinstance(value, str) and is_own(value):
-                raise UnfitError(f"{path}={value!r:.200} names code, and a folder's is never imported")
+                raise UnfitError(
+                    f"{path}={value!r:.200} names code, and a folder's is never imported"
+                )
             if isinstance(value, int) and value > MOST:
                 raise UnfitError(f"{path}={value} must be at most {MOST:,}")
         model = validated(_ModelAlone, {"model": section}, origin="config.json").model
@@ -65,7 +67,9 @@ class OwnFamily(Family):
             wanted = getattr(model, ours)
             wanted = [*wanted] if isinstance(wanted, tuple) else wanted
             if config.get(theirs, wanted) != wanted:
-                raise UnfitError(f"{theirs}={config[theirs]!r:.200} and model.{ours}={wanted} differ")
+                raise UnfitError(
+                    f"{theirs}={config[theirs]!r:.200} and model.{ours}={wanted} differ"
+                )
         return model, []
 
     def fits(self, model: ModelConfig, config: Mapping[str, Any] | None = None) -> bool:

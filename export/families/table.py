@@ -168,12 +168,15 @@ def _chosen(
     firsts = {rules[0].published.replace("{E}", "0"): rules for rules in forms}
     there = [key for key in firsts if key in keys]
     if len(there) > 1:
-        raise ConfigError(f"{name} is there twice, as {' and '.join(there)}")
+        raise ConfigError(f"one tensor is there twice, as {' and '.join(there)}")
     if not there:
-        raise ConfigError(f"has no tensor {' or '.join(firsts)}, of {name} {list(shape)}")
+        wanted = next(forms[0][0].pieces(name, shape)).shape
+        raise ConfigError(f"has no tensor {' or '.join(firsts)}, shape {list(wanted)}")
     rules = firsts[there[0]]
     if "{E}" in rules[0].published and shape[0] > len(keys):
-        raise ConfigError(f"{name} has {shape[0]} experts, and the folder has {len(keys)} tensors")
+        raise ConfigError(
+            f"the model of config.json has {shape[0]} experts, and the folder has {len(keys)} tensors"
+        )
     return rules
 
 

@@ -98,7 +98,9 @@ def test_an_export_comes_back_in_and_goes_out_again_with_the_same_bits(
     for layout in ("hf", "safetensors") if name in PROMISED else ("safetensors",):
         place, again = tmp_path / layout, tmp_path / f"{layout}_again"
         dtype: Precision = "bf16" if layout == "hf" else "fp32"
-        export(checkpoint_of(make_run(place / "run", model)), place / "out", layout=layout, dtype=dtype)
+        export(
+            checkpoint_of(make_run(place / "run", model)), place / "out", layout=layout, dtype=dtype
+        )
         plan = open_family(place / "out")
         assert plan.model == model.config
         rounded = {key: value.bfloat16().float() for key, value in model.state_dict().items()}

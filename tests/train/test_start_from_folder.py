@@ -209,9 +209,15 @@ def test_a_published_size_trains_on_with_its_recipe_at_a_lower_rate(name: str) -
 
 def test_a_start_says_whose_settings_it_has(published: dict) -> None:
     folder, _ = published["granitemoe"]
-    nobodys = "settings: those of olmoe_1b_7b with a tenth of its rate, because no recipe has this size"
+    nobodys = (
+        "settings: those of olmoe_1b_7b with a tenth of its rate, because no recipe has this size"
+    )
     for name, rate, words in (
-        (None, 3e-5, f"{nobodys}: learning rate 3e-05, 65,536 tokens a step, bfloat16, sharding fsdp"),
+        (
+            None,
+            3e-5,
+            f"{nobodys}: learning rate 3e-05, 65,536 tokens a step, bfloat16, sharding fsdp",
+        ),
         ("own_text", 1e-3, "settings: those of own_text: learning rate 0.001, 512 tokens a step"),
         ("olmoe_1b_7b", 3e-4, "settings: those of olmoe_1b_7b: learning rate 0.0003"),
     ):
@@ -307,9 +313,13 @@ def test_a_repository_of_the_hub_is_read_from_its_cache(
 
 def commands_with(words: str) -> list[list[str]]:
     """Returns the documented commands with some words, and where their SOURCE is the tiny folder."""
-    pages = [Path(page) for name in ("families", "train", "export") for page in DOCS.glob(f"{name}.md")]
+    pages = [
+        Path(page) for name in ("families", "train", "export") for page in DOCS.glob(f"{name}.md")
+    ]
     lines = [line for page in pages for line in page.read_text().splitlines()]
-    found = [shlex.split(line, comments=True) for line in lines if line.startswith(f"moebius {words}")]
+    found = [
+        shlex.split(line, comments=True) for line in lines if line.startswith(f"moebius {words}")
+    ]
     return [command[1:] for command in found if any("OLMoE" in word for word in command)]
 
 
@@ -349,13 +359,25 @@ def imported(published: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_imported_run_and_its_folder_say_what_to_type(moebius: Any, imported: Path) -> None:
     run, folder = str(imported), str(imported.with_name("folder"))
     for words, said in (
-        (("plan", folder), f"holds published weights and is not a recipe; `moebius train --from {folder}`"),
-        (("train", folder), f"holds published weights and is not a recipe; `moebius train --from {folder}`"),
-        (("eval", folder), f"is not a run folder (no checkpoints); it holds published weights: `moebius ckpt"),
+        (
+            ("plan", folder),
+            f"holds published weights and is not a recipe; `moebius train --from {folder}`",
+        ),
+        (
+            ("train", folder),
+            f"holds published weights and is not a recipe; `moebius train --from {folder}`",
+        ),
+        (
+            ("eval", folder),
+            f"is not a run folder (no checkpoints); it holds published weights: `moebius ckpt",
+        ),
         (("resume", folder), f"`moebius ckpt import {folder} --run-dir RUN` makes a run of them"),
         (("train", run), f"is a run, not a recipe; `moebius resume {run}` continues it"),
         (("eval", run), "no text was prepared for it, so there is none to measure the loss on"),
-        (("eval", run, "--prompt", "a"), "the imported folder had no tokenizer: copy its model's tokenizer"),
+        (
+            ("eval", run, "--prompt", "a"),
+            "the imported folder had no tokenizer: copy its model's tokenizer",
+        ),
     ):
         answer = moebius(*words)
         assert answer.code == 2

@@ -19,7 +19,17 @@ from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import PluginError, check_call, import_own, is_own, is_published, is_run, nearest, runs_near, some_of
+from ...plugins import (
+    PluginError,
+    check_call,
+    import_own,
+    is_own,
+    is_published,
+    is_run,
+    nearest,
+    runs_near,
+    some_of,
+)
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
 from .run_config import Config
