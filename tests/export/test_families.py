@@ -284,6 +284,15 @@ def test_what_is_not_computed_is_refused_by_name(
 OURS = {key.rpartition(".")[2] for key, _ in known_keys(Config) if key.startswith("model.")}
 
 
+def refusal(family: Family, config: dict[str, Any]) -> str:
+    """Returns why a config.json is refused; "" if it is not."""
+    try:
+        family.read(config)
+    except UnfitError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("name", HUB_SMALL)
 def test_refusals_speak_of_config_json_alone(name: str) -> None:
     """Each key is broken in turn; neither our keys nor advice about them nor pydantic's words appear."""
@@ -293,16 +302,12 @@ def test_refusals_speak_of_config_json_alone(name: str) -> None:
     config, refused = family.write(model, 128), 0
     for key, value in config.items():
         for broken in (0, 1, -1.0) if isinstance(value, int | float) else ():
-            try:
-                family.read(config | {key: broken})
-            except UnfitError as error:
-                refused += 1
-                words = {*re.findall(r"\w+", str(error))}
-                assert words & config.keys(), error
-                assert not {word for word in words & OURS - config.keys() if "_" in word}, error
-                assert not re.search(
-                    "Value error|Input should|renormalise|sparse_layers|FIXED", str(error)
-                ), error
+            said = refusal(family, config | {key: broken})
+            refused += said != ""
+            words = {*re.findall(r"\w+", said)}
+            assert words & config.keys() or not said
+            assert not {word for word in words & OURS - config.keys() if "_" in word}, said
+            assert not re.search("Value error|Input should|renormalise|FIXED", said), said
     assert refused > 20
 
 

@@ -19,7 +19,6 @@ from published_case import (
     config_in,
     differences,
     folder_of,
-    model_of,
     names_to_export,
     recorded_model,
     tensors_in,

@@ -108,8 +108,8 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     """Creates the run folder with its config.json and source.json, or opens an existing one.
 
     A folder without any completed step, because the start failed, accepts another configuration and another
-    source; one with imported weights, another configuration of their model. One with steps keeps its own until the job begins (`begin_submission`), so that a start that ends
-    early changes nothing.
+    source; one with imported weights, another configuration of their model. One with steps keeps its own until
+    the job begins (`begin_submission`), so that a start that ends early changes nothing.
 
     Args:
         config: the run's configuration.
@@ -273,6 +273,13 @@ def check_branch(
             f"{found}; leave them as they are there, or start a new run from the weights alone: "
             f"--from {trunk}"
         )
+
+
+def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a run that goes on from a checkpoint must keep; the loader compares the data."""
+    settings = meta["config"] | {"data": {}, "prepare": {}}
+    # imported weights have no settings yet
+    return settings if meta["progress"]["step"] else {"model": settings["model"]}
 
 
 def _differences(before: Mapping[str, Mapping[str, Any]], asked: Config) -> str:
