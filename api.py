@@ -18,6 +18,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -76,8 +77,12 @@ class TrainingFailed(RuntimeError):
 class TextTokenizer:
     """Turns text into the model's tokens, and tokens into text."""
 
-    _tokenizer: Tokenizer
+    _open: Callable[[], Tokenizer]
     _device: torch.device
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._open()  # when it is asked, because an imported model may have none
 
     @property
     def vocab_size(self) -> int:
@@ -263,7 +268,7 @@ def start_from(
         source: a run (its newest checkpoint), a checkpoint, a folder of published weights, or
             "hf://org/name@revision"; "RUN@STEP" branches off there with all of the run's state.
         name: as for `recipe`, for everything but the model; None: the run's own configuration, or
-            own_text.
+            of a folder the recipe with its sizes, at a tenth of the rate.
         overrides: as for `recipe`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
         family: of a folder: `module:name` of your own family.
@@ -328,13 +333,13 @@ def load(
             training.
 
     Raises:
-        ValueError: the run, checkpoint or tokenizer does not exist, or the model cannot have so
-            many depth steps.
+        ValueError: the run or checkpoint does not exist, or the model cannot have so many depth
+            steps.
     """
     run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
-    tokenizer = TextTokenizer(tokenizer_of_run(restored), process.device)
+    tokenizer = TextTokenizer(partial(tokenizer_of_run, restored), process.device)
     return LoadedModel(restored.model, tokenizer, restored.config, restored.step, run_dir)
 
 

@@ -90,6 +90,8 @@ def runs_near(path: Path) -> str:
     """Returns a hint at the runs that a path without one may mean; "" if it is a run."""
     if is_run(path):
         return ""
+    if is_published(path):
+        return f"; it holds published weights: `moebius ckpt import {path} --run-dir RUN` makes a run of them"
     folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
     runs = {run.name: run for run in found if is_run(run)}
@@ -102,8 +104,13 @@ def runs_near(path: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether a folder is a run's: something was done or saved in it."""
+    """Returns whether a folder holds a run, which may only have been imported."""
     return os.path.isfile(folder / "journal.jsonl") or os.path.isdir(folder / "checkpoints")
+
+
+def is_published(folder: Path) -> bool:
+    """Returns whether a folder holds published weights with their config.json."""
+    return os.path.isfile(folder / "config.json") and any(folder.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,7 +78,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="start a new run from weights: a run (its newest checkpoint), a checkpoint, a published "
         "folder, or hf://org/name@revision; the recipe then gives everything but the model (default: "
-        "the run's own configuration; own_text for a folder). RUN@STEP branches off a run, with its "
+        "the run's own configuration; of a folder the recipe with its sizes). RUN@STEP branches off a run, with its "
         "optimizer state and data, and new rates",
     )
     parser.add_argument(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.files import append_line, write_atomically
-from ..plugins import runs_near
+from ..plugins import is_run, runs_near
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
 from . import liveness
@@ -294,6 +294,8 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     if not entries:
         again = f": enter `moebius train` or `moebius submit` again with --run-dir {run_dir}"
         hint = again if (run_dir / CONFIG).exists() else runs_near(run_dir)
+        if is_run(run_dir):
+            hint = f"; `moebius resume {run_dir}` starts one"
         raise JobError(f"{run_dir}: no job was started in this folder (it has no {JOURNAL}){hint}")
     current = current_submission(entries)
     last = current[-1]

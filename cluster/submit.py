@@ -23,10 +23,12 @@ from ..data_pipeline.make.pools import TaskPool
 from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
+from ..plugins import is_run
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, if_changed, place_data, read_source
 from . import local
 from .job import (
+    JOURNAL,
     SIMULATED,
     THIS_MACHINE,
     JobError,
@@ -118,7 +120,7 @@ def resume(
     detach: bool = False,
     console: Console | None = None,
 ) -> JobStatus:
-    """Continues a run in the way it was started, here or on its cluster; returns how it ended.
+    """Continues a run in the way it was started, here or on its cluster, or starts an imported one here.
 
     Arguments and errors are those of `submit`, but without an address the run stays where it was.
 
@@ -130,7 +132,10 @@ def resume(
     config.check_world(config.world_size)
     refuse_if_running(run_dir, tell=console.print)
     rates_of(config, run_dir)
-    where, source = submitted_to(run_dir), read_source(run_dir)
+    where, source = THIS_MACHINE, read_source(run_dir)
+    if (run_dir / JOURNAL).exists() or not is_run(run_dir):  # not imported
+        read_status(run_dir)  # refuses a folder without a job
+        where = submitted_to(run_dir)
     if address is None and where == THIS_MACHINE and not detach:
         return local.train_here(config, run_dir, source=source, console=console)
     before = None if where in ("", SIMULATED, THIS_MACHINE) else where

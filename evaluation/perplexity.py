@@ -19,7 +19,7 @@ from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
 from ..train.evaluate import Evaluation, evaluate
 from .batches import rolling_rows
-from .restore import refuse_pairs, restore, tokenizer_of_run
+from .restore import refuse_pairs, require_data, restore, tokenizer_of_run
 from .scoring import open_scorer
 
 _ROWS_AT_A_TIME = 1024  # rows of the split in memory
@@ -67,6 +67,7 @@ def measure(
     """
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, loops=loops)
+        require_data(run_dir, restored)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
         train = restored.config.train.model_copy(update={"eval_rows": max_rows})
@@ -137,6 +138,7 @@ def measure_sliding(
             raise ValueError("--stride measures in one process: start it without torchrun")
         restored = restore(run_dir, process, step=step)
         refuse_pairs(restored)
+        require_data(run_dir, restored)
         data = restored.config.data
         if not 1 <= stride <= data.seq_len:
             raise ValueError(f"--stride {stride} must be between 1 and data.seq_len={data.seq_len}")

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.tokenizers.chat_template import ChatTemplate
 from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
-from ..data_pipeline.tokenizers.interface import Tokenizer
+from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
@@ -111,6 +112,20 @@ def refuse_pairs(restored: Restored) -> None:
         )
 
 
+def require_data(run_dir: Path, restored: Restored) -> None:
+    """Checks that there is text to measure a loss on.
+
+    Raises:
+        ConfigError: none was prepared, as after `moebius ckpt import`.
+    """
+    if not restored.config.data.directory:
+        raise ConfigError(
+            f"{run_dir}: no text was prepared for it, so there is none to measure the loss on: import it "
+            "with data.directory=FOLDER of `moebius prepare`, or train it with `moebius resume`; "
+            "--prompt, --score and --tasks need none"
+        )
+
+
 def tokenizer_of_run(restored: Restored) -> Tokenizer:
     """Returns the tokenizer that a run was trained with, or that its prepared data would have.
 
@@ -121,7 +136,15 @@ def tokenizer_of_run(restored: Restored) -> Tokenizer:
     prepare, num_ids = restored.config.prepare, restored.config.prepare.num_token_ids
     if prepare.loads_tokenizer and not is_prepared(directory):  # as after `moebius ckpt import`
         directory = prepare.tokenizer
-        tokenizer = open_tokenizer(directory, end_of_document=prepare.end_of_document)
+        try:
+            tokenizer = open_tokenizer(directory, end_of_document=prepare.end_of_document)
+        except InputError:
+            if Path(directory).name != SOURCE_FILES or Path(directory, TOKENIZER_FILE).exists():
+                raise
+            raise ConfigError(
+                f"{directory}: the imported folder had no tokenizer: copy its model's "
+                f"{TOKENIZER_FILE} and {CONFIG_FILE} there"
+            ) from None
     else:
         tokenizer = prepared_tokenizer(directory)
     if tokenizer.vocab_size > min(model.vocab_size, num_ids):

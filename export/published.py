@@ -41,6 +41,7 @@ from ..model.execution.precision import store_in, stored_dtype
 from ..model.transformer import Transformer
 from ..train.config.resolve import StartSections, resolve
 from ..train.config.run_config import Config, ConfigError
+from ..train.recipes.hub import continuation, settings_words
 from ..train.recipes.smoke import RECIPES
 from ..train.state import TrainingProgress
 from .families.table import open_family, shapes_of
@@ -174,7 +175,7 @@ def import_folder(
     Args:
         folder: config.json and safetensors.
         out: appears whole or not at all; `source` in it holds the folder's other files.
-        name: a recipe or a TOML file, for everything but the model; None: own_text.
+        name: a recipe or a TOML file, for everything but the model; None: the recipe with its sizes.
         overrides: `section.key=value`; those of the model may change no parameter.
         family: `module:name` of one's own; by default config.json names a known one.
 
@@ -184,12 +185,15 @@ def import_folder(
     """
     refuse_existing(out)
     plan = open_family(folder, family)
-    model, name = plan.model, name or "own_text"
+    model, whose, recipes = plan.model, f"those of {name}", RECIPES
+    if name is None:
+        name, whose, settings = continuation(model, plan.longest, RECIPES)
+        recipes = {name: lambda: settings}
     tokenizer = {"tokenizer": str(out.absolute() / SOURCE_FILES), "end_of_document": ""}
     sections = StartSections(
         model.model_dump(mode="json"), tokenizer | {"vocab_size": model.vocab_size}
     )
-    config = resolve(name, overrides, RECIPES, start=sections)
+    config = resolve(name, overrides, recipes, start=sections)
     shapes = shapes_of(model)
     if shapes_of(config.model) != shapes:
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
@@ -204,7 +208,8 @@ def import_folder(
         dequantised=plan.dequantised,
     )
     state = {each: partial(plan.tensor, each) for each in shapes}
-    return _write_run(out, config, state, str(plan), source)
+    notes = f"{plan}\n  {settings_words(config, whose)}"
+    return _write_run(out, config, state, notes, source)
 
 
 def _write_run(

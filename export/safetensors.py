@@ -28,16 +28,10 @@ from ..distributed.checkpoint.writing import write_synced
 from ..model.execution.precision import product_weights
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config, ConfigError
+from .families.own import OWN
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_NAMES_OF_EXPERTS = {  # a bank's attribute -> key after the expert's number
-    "w_up": "w_up.weight",
-    "w_down": "w_down.weight",
-    "b_up": "w_up.bias",
-    "b_down": "w_down.bias",
-    "weight": "weight",
-}
 
 
 @dataclass(frozen=True)
@@ -147,17 +141,9 @@ def own_tensors(
         if name == key:  # the optimizer's
             continue
         own = DTYPES[dtype] if name in cast else dtype_named(tensor.dtype)
-        start, axes = (0,) * len(tensor.shape), tuple(range(len(tensor.shape)))
-        if key not in stored.meta.num_experts:
-            exported = f"{name}.weight" if name in ("embedding", "position_embedding") else name
-            yield ExportedTensor((Piece(exported, name, start, tensor.shape, axes),), own)
-            continue
-        bank, _, attribute = name.rpartition(".experts.")
-        sizes, turned = (1, *tensor.shape[1:]), axes[:0:-1]
-        for expert in range(tensor.shape[0]):
-            exported = f"{bank}.experts.{expert}.{_NAMES_OF_EXPERTS[attribute]}"
-            piece = Piece(exported, name, (expert, *start[1:]), sizes, turned)
-            yield ExportedTensor((piece,), own)
+        for rule in OWN.forms(name)[0]:
+            for piece in rule.pieces(name, tensor.shape):
+                yield ExportedTensor((piece,), own)
 
 
 def _cut(stored: StoredCheckpoint, plan: Plan) -> Iterator[tuple[str, dict[str, Tensor]]]:

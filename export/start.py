@@ -29,6 +29,7 @@ from ..plugins import distrust, runs_near, some_of, trust
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
 from ..train.config.validation import validated
+from ..train.recipes.hub import continuation, settings_words
 from ..train.recipes.smoke import RECIPES
 from ..train.record.run_folder import check_branch, count_epochs
 from ..train.record.untrusted import read_text
@@ -71,6 +72,7 @@ class _Found:
     recipes: Mapping[str, Callable[[], Config]]
     notes: tuple[str, ...] = ()
     trunk: Config | None = None  # of a branch
+    whose: str = ""  # settings the recipe has
 
 
 def start_from(
@@ -87,7 +89,7 @@ def start_from(
         given: a run, RUN@STEP to branch off there, a checkpoint, a published folder, or
             hf://org/name[@revision].
         name: a recipe or a TOML file, for everything but the model; None: the run's own
-            configuration, or own_text.
+            configuration, or of a folder the recipe with its sizes (`continuation`).
         overrides: `section.key=value`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
         family: of a folder: `module:name` of one's own; by default config.json names a known one.
@@ -102,7 +104,7 @@ def start_from(
         base_values(name, RECIPES)  # the user has named what it names
     found, is_named = _found(given, family), name is not None
     name = name or found.recipe
-    recipes = found.recipes if name == found.recipe else _recipes(name)
+    recipes = _recipes(name) if is_named else found.recipes
     is_other = not is_named and _names_other_text(found, overrides)
     if is_other:
         base = _reading(recipes[name](), "")  # the run's own folder holds its own text
@@ -116,6 +118,8 @@ def start_from(
     notes, model = list(found.notes), found.sections.model
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
         notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
+    if source.kind == "folder":
+        notes.append(settings_words(config, f"those of {name}" if is_named else found.whose))
     return Start(config, source, tuple(notes))
 
 
@@ -160,8 +164,10 @@ def _found(given: str, family: str | None) -> _Found:
 
 def _is_published(path: Path) -> bool:
     """Returns whether a folder has a published model's config.json; that of a run has other keys."""
-    config = read_text(path / "config.json") or ""
-    return '"model_type"' in config and not (path / "checkpoints").exists()
+    if (path / "checkpoints").exists():
+        return False
+    config = read_text(path / "config.json")
+    return config is not None and ('"model_type"' in config or any(path.glob("*.safetensors")))
 
 
 def _found_on_hub(given: str, family: str | None) -> _Found:
@@ -206,7 +212,8 @@ def _found_folder(path: Path, family: str | None, *, given: str) -> _Found:
     )
     tokenizer = {"tokenizer": str(path), "end_of_document": "", "vocab_size": plan.model.vocab_size}
     sections = StartSections(plan.model.model_dump(mode="json"), tokenizer)
-    return _Found(source, shapes, sections, "own_text", RECIPES, plan.notes)
+    name, whose, config = continuation(plan.model, plan.longest, RECIPES)
+    return _Found(source, shapes, sections, name, {name: lambda: config}, plan.notes, whose=whose)
 
 
 def _found_checkpoint(path: Path, step: int | None) -> _Found:

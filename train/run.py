@@ -35,7 +35,7 @@ from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
-from .record.run_folder import check_branch, check_same_run, end_is_asked
+from .record.run_folder import check_branch, check_same_run, end_is_asked, settings_of
 from .state import (
     TrainingProgress,
     allocate_moments,
@@ -256,7 +256,7 @@ def resume(run: Run) -> Resumed | None:
     own = run.checkpoints.newest_whole()
     if (found := own or load_start(run.run_dir, *model_tensors(run.model), run.mesh)) is None:
         return None
-    saved = found.meta.meta["config"] | {"data": {}, "prepare": {}}  # the loader compares these
+    saved = settings_of(found.meta.meta)
     if own is None:
         check_branch(saved, run.config, str(run.run_dir), trunk=found.path)
     elif (run.run_dir / "config.json").exists():  # a run continues only with its own settings

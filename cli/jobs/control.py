@@ -50,7 +50,7 @@ def _add_train(commands: Commands) -> None:
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
             "train --from runs/mine optim.learning_rate=1e-4 prepare.input=other.txt --run-dir runs/next",
             "train --from runs/mine@10000 optim.schedule=wsd train.steps=12000 --run-dir runs/branch",
-            'train --from hf://allenai/OLMoE-1B-7B-0924 own_text prepare.input="texts/*.txt"',
+            'train --from hf://allenai/OLMoE-1B-7B-0924 prepare.input="texts/*.txt"',
         ],
         notes=ENDS,
     )
@@ -92,7 +92,7 @@ def _add_resume(commands: Commands) -> None:
         commands,
         "resume",
         _resume,
-        "continue a run from its newest checkpoint, with its own configuration",
+        "continue a run from its newest checkpoint, with its own configuration, or start an imported one",
         examples=[
             "resume runs/mine",
             "resume runs/mine train.steps=20000 --address auto --detach",
@@ -127,9 +127,11 @@ def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
     from ...cluster.job import read_status
     from ...cluster.submit import resume
+    from ...plugins import is_run
 
     run_dir = options.run_dir
-    read_status(run_dir)  # raises JobError where there is no job
+    if not is_run(run_dir):
+        read_status(run_dir)  # raises JobError
     config = resolve_config(str(run_dir / "config.json"), options.overrides)
     return resume(config, run_dir, address=options.address, detach=options.detach).exit_code
 

@@ -36,7 +36,7 @@ _LATENT = (
 _PAIRS = "attention.positions.pairs"
 _CONSTANTS = f.FIXED_BIAS | {"attention.kind": "mla"}
 _DEFAULTS = (
-    dict(rms_norm_eps=1e-6, aux_loss_alpha=lambda reader: 0.0, qk_nope_head_dim=128)
+    dict(rms_norm_eps=1e-6, qk_nope_head_dim=128)
     | dict(num_key_value_heads=lambda reader: None)
     | dict(qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536, kv_lora_rank=512)
     | dict(attention_bias=False)

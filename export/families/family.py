@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ...distributed.checkpoint.pieces import Piece
 from ...model.config.model_config import ModelConfig
-from .keys import Dotted, Key, Only, Own, Part, Reader, UnfitError
+from .keys import Balance, Dotted, Key, Only, Own, Part, Reader, UnfitError, in_words_of
 
 # Names of tensors --------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ QKVO_BIAS = Key("attention_bias", "attention.bias", bool, {False: "none", True: 
 TOP_K, NUM_EXPERTS = "feed_forward.router.top_k", "feed_forward.num_experts"
 D_EXPERT, D_DENSE = "feed_forward.d_expert", "feed_forward.d_feed_forward"
 RENORMALISE = Key("norm_topk_prob", "feed_forward.router.renormalise", bool)
-BALANCE = Key("router_aux_loss_coef", "feed_forward.router.balance", float)
+BALANCE = Balance("router_aux_loss_coef")
 TOKEN_CHOICE = (Key("num_experts_per_tok", TOP_K, also=("experts_per_token",)), BALANCE)
 
 
@@ -176,7 +176,7 @@ DEEPSEEK_GATE = (
     Key("intermediate_size", D_DENSE),
     Key("n_shared_experts", "feed_forward.num_shared_experts"),
     Key("routed_scaling_factor", "feed_forward.router.route_scale", float),
-    Key("aux_loss_alpha", "feed_forward.router.balance", float),
+    Balance("aux_loss_alpha", is_added=False),
     Own(_first_dense, _write_first_dense),
 )
 V3_GATE = (
@@ -220,15 +220,23 @@ class Family:
             UnfitError: it asks for what moebius does not compute, or is not of the family.
         """
         usual = {"initializer_range": 0.02, "tie_word_embeddings": False, "head_dim": _head_dim}
+        usual["output_router_logits"] = lambda reader: False
         reader = Reader(config, usual | dict(self.defaults), {*self.ignored})
         found: dict[str, Any] = {**_DECODER, **self.constants}
+        origins: dict[str, dict[str, Any]] = {}  # of our keys: the keys of config.json
         for part in self.parts:
-            found |= part.read(reader)
+            reader.asked = {}
+            values = part.read(reader)
+            found |= values
+            origins |= dict.fromkeys(values, reader.asked)
         reader.refuse_unknown()
         try:
             return ModelConfig.from_dotted(found), reader.notes
         except ValidationError as error:
-            raise UnfitError("; ".join(each["msg"] for each in error.errors())) from None
+            every = error.errors()
+            faults = [each for each in every if not each["type"].startswith("bool")] or every
+            faults = dict.fromkeys(in_words_of(origins, each) for each in faults)
+            raise UnfitError("; ".join(faults)) from None
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
         """Returns config.json of a model, in both dialects.

@@ -19,7 +19,7 @@ GLM4 = f.Family(
     | dict(rms_norm_eps=1e-5, attention_bias=False, moe_intermediate_size=1408)
     | dict(num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128)
     | dict(routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1)
-    | dict(norm_topk_prob=True, use_qk_norm=False, aux_loss_alpha=lambda reader: 0.0),
+    | dict(norm_topk_prob=True, use_qk_norm=False),
     rules=(*f.MIXTURE, *f.DENSE, *f.SHARED, *f.SELECTION_BIAS),
     also=f.FUSED,
     mtp_layers=True,

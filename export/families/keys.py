@@ -7,6 +7,7 @@ that of transformers 5 (rope_parameters).
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import ConfigError
 
-_MOST = 10**7  # of any size or count in config.json
+MOST = 10**7  # of any size or count in config.json
 _SHOWN = 200  # characters of a foreign value in a message
 _TYPES = ("full_attention", "sliding_attention")
 # Keys of config.json that change no computation.
@@ -41,6 +42,7 @@ class Reader:
     defaults: Mapping[str, Any]  # of transformers' class; a function computes one from other keys
     known: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    asked: dict[str, Any] = field(default_factory=dict)  # what was read, for messages
 
     def take(self, name: str, kind: type, also: Sequence[str] = (), *, null: bool = False) -> Any:
         """Returns the value of a key, which may have other names, or its default.
@@ -52,19 +54,23 @@ class Reader:
         """
         self.known.update((name, *also))
         given = {key: self.values[key] for key in (name, *also) if key in self.values}
+        lacks = "is null" if given and not null else "is missing"
         if not null:
             given = {key: value for key, value in given.items() if value is not None}
         if given:
             first = next(iter(given))
             if any(value != given[first] for value in given.values()):
                 raise UnfitError(f"{_listed(given)} name the same thing and differ")
-            return _of_kind(first, given[first], kind)
+            self.asked[first] = value = _of_kind(first, given[first], kind)
+            return value
         if name not in self.defaults:
-            raise UnfitError(f"lacks {name}, which has no default")
+            raise UnfitError(f"{name} {lacks} and has no default")
         value = self.defaults[name]
         if callable(value):
-            return value(self)
-        self.notes.append(f"{name} is missing: {value!r}, the default of transformers' class")
+            self.asked[name] = value = value(self)
+            return value
+        self.notes.append(f"{name} {lacks}: {value!r}, the default of transformers' class")
+        self.asked[name] = value
         return value
 
     def refuse_unknown(self) -> None:
@@ -94,12 +100,44 @@ def _of_kind(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if kind is float and math.isfinite(value):
             return float(value)
-        if kind is int and value in range(_MOST + 1):
+        if kind is int and 0 <= value <= MOST and value == int(value):
             return int(value)
     elif value is None or (kind not in (int, float) and isinstance(value, kind)):
         return value
-    wanted = {int: f"a whole number up to {_MOST:,}", float: "a finite number"}
+    wanted = {int: f"a whole number up to {MOST:,}", float: "a finite number"}
     raise UnfitError(f"{name}={value!r:.{_SHOWN}} must be {wanted.get(kind, f'a {kind.__name__}')}")
+
+
+_OURS = re.compile(r"(?:\w+\.)*([a-z]\w*)(=(?:\([^)]*\)|[^\s,:;]+))?")
+
+
+def in_words_of(origins: Mapping[str, Mapping[str, Any]], fault: Any) -> str:
+    """Returns pydantic's complaint about a model in the words of config.json.
+
+    Advice goes, because a folder cannot follow it. So do our keys that the family fixes.
+
+    Args:
+        origins: of our dotted keys, the keys of config.json that they were read from, with values.
+        fault: an entry of `ValidationError.errors()`.
+    """
+    by_name: dict[str, Mapping[str, Any]] = {}
+    for ours, theirs in origins.items():
+        by_name.setdefault(ours.rpartition(".")[2], theirs)
+
+    def translated(match: re.Match[str]) -> str:
+        theirs = by_name.get(match[1])
+        if match[2] is not None:
+            return _listed(theirs) if theirs else "FIXED"
+        return " and ".join(theirs) if theirs and "_" in match[1] else match[0]
+
+    said = str(fault["msg"]).removeprefix("Value error, ").partition(";")[0]
+    place = next((str(part) for part in reversed(fault["loc"]) if str(part) in by_name), "")
+    if "=" not in said and place:
+        said = f"{place}={fault['input']}: {said}"
+    words = re.sub(r" (?:(?:with|of) )?FIXED", "", _OURS.sub(translated, said))
+    words = words.replace("FIXED", "the family")
+    words = re.sub(r"(\S+=\S+) with \1", r"\1", words)
+    return words.replace("Input should be", "must be")
 
 
 class Dotted:
@@ -196,6 +234,54 @@ class Only:
         return {self.name: self.value}
 
 
+_ROUTER = "feed_forward.router."
+BALANCE_KEYS = ("router_aux_loss_coef", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Maps the coefficient of the balancing loss that transformers' class adds.
+
+    The class adds it only with `output_router_logits`, over one pool of all layers, and its value is
+    top-k at perfect balance, where that of a layer here is 1.
+    """
+
+    name: str
+    is_added: bool = True  # False: the class adds none, whatever the file says
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """Returns the coefficient if the class adds the loss, else 0."""
+        reader.known.update((self.name, "output_router_logits"))
+        said = reader.values.get(self.name)
+        weight = 0.0 if said is None and not self.is_added else reader.take(self.name, float)
+        is_on = self.is_added and reader.take("output_router_logits", bool)
+        words = "none, as transformers' class adds none"
+        if weight and is_on:
+            words = (
+                f"{self.name}={weight}, pooled over all layers as in transformers' class; other "
+            )
+            words += "trainers divide by the experts per token"
+        elif self.is_added:
+            words += (
+                f" with output_router_logits=false; model.{_ROUTER}balance={weight} trains with it"
+            )
+        elif weight:
+            words += f" and {self.name}={weight} is not used"
+        reader.notes.append(f"balancing loss: {words}")
+        pool = {f"{_ROUTER}balance_pool": True} if self.is_added else {}
+        return {f"{_ROUTER}balance": weight if is_on else 0.0} | pool
+
+    def write(self, model: Dotted) -> dict[str, Any]:
+        """Returns the coefficient with which the class adds as much; 0 if it cannot."""
+        weight = model[f"{_ROUTER}balance"]
+        kinds = [model[f"{_ROUTER}balance_{key}"] for key in ("form", "choices")]
+        if not self.is_added:
+            return {}
+        if not model[f"{_ROUTER}balance_pool"]:
+            weight = weight / model[f"{_ROUTER}top_k"] if kinds == ["load", "all"] else 0.0
+        return {self.name: weight, "output_router_logits": weight > 0}
+
+
 @dataclass(frozen=True)
 class Windows:
     """Maps sliding_window and the layers that have it, by layer_types or by their number."""
@@ -222,7 +308,9 @@ class Windows:
         if not layers or (window is None and "layer_types" not in reader.values):
             return {}
         if not window:
-            raise UnfitError(f"layers {list(layers)} have a sliding window, and it has no width")
+            raise UnfitError(
+                f"sliding_window={window} is no width, and layers {list(layers)} have a sliding window"
+            )
         return {"attention.window": window, "attention.window_layers": layers}
 
     def write(self, model: Dotted) -> dict[str, Any]:
@@ -260,6 +348,8 @@ class Rotary:
         kind, base = rope.take("rope_type", str, ("type",)), rope.take("rope_theta", float)
         found = {"positions.kind": "rotary", "positions.base": base}
         share = rope.take("partial_rotary_factor", float)
+        if share != 1:
+            reader.asked["partial_rotary_factor"] = share
         if share != self.share == 1:
             raise UnfitError(f"partial_rotary_factor={share} is not computed here, only 1 is")
         if not self.latent:
@@ -333,7 +423,7 @@ class Rotary:
         return found if amplitude == usual else found | {"attention_factor": amplitude}
 
 
-Part = Own | Key | Only | Windows | Rotary
+Part = Own | Key | Only | Balance | Windows | Rotary
 
 
 def _m(factor: float, scale: float = 1.0) -> float:

@@ -23,17 +23,19 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE_SHARED
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
+from .own import OWN
 from .qwen import QWEN2, QWEN3
 
 FAMILIES = (*(MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3, GPT_OSS, GRANITE, GRANITE_SHARED, GLM4, ERNIE),)
 FAMILY = Registry(
     "family",
     "a family of models",
-    {model_type: family for family in FAMILIES for model_type in family.model_types},
+    {model_type: family for family in (*FAMILIES, OWN) for model_type in family.model_types},
     "a Family",
     fits=lambda found: isinstance(found, Family),
 )
 _INV_FREQ = r"rotary_emb\.inv_freq$"
+_LONGEST = 4096  # tokens of a sequence, where the folder says nothing
 _ROWS = 4096  # of embedding and head that are compared at a time
 
 
@@ -66,14 +68,17 @@ class FolderPlan:
             found.setdefault(piece.name, []).append(piece)
         return found
 
+    @property
+    def longest(self) -> int:
+        """Returns how many tokens of a sequence the model was trained for, if the folder says so."""
+        said = self.folder.config.get("max_position_embeddings")
+        return said if isinstance(said, int) and said > 0 else _LONGEST
+
     def __str__(self) -> str:
         """Says what was assumed, left out and unpacked."""
         ignored = f"left out: {some_of(self.ignored)}" if self.ignored else ""
         unpacked = f"dequantised: {some_of(self.dequantised)}" if self.dequantised else ""
-        weight = getattr(self.model.experts and self.model.experts.router, "balance", 0.0)
-        balance = f"balancing loss: {weight} per layer (balance_pool=true: as transformers)"
-        balance = balance if weight else ""
-        return "".join(f"\n  {line}" for line in (*self.notes, balance, ignored, unpacked) if line)
+        return "".join(f"\n  {line}" for line in (*self.notes, ignored, unpacked) if line)
 
 
 def open_family(path: Path, family: str | None = None) -> FolderPlan:
@@ -88,12 +93,13 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
             does not compute.
     """
     folder = PublishedFolder(path)
-    name = family or str(folder.config.get("model_type"))
+    usual = OWN.model_types[0] if isinstance(folder.config.get("model"), dict) else None
+    name = family or str(folder.config.get("model_type", usual))
     found = _family_named(name, is_given=family is not None)
     distrust(folder.config, folder.path)
     try:
         model, notes = found.read(folder.config)
-        if model.num_layers > len(folder.keys):
+        if model.layers_per_group > len(folder.keys):
             raise ConfigError(
                 f"num_hidden_layers={model.num_layers} with {len(folder.keys)} tensors"
             )
@@ -175,12 +181,15 @@ def _chosen(
     firsts = {rules[0].published.replace("{E}", "0"): rules for rules in forms}
     there = [key for key in firsts if key in keys]
     if len(there) > 1:
-        raise ConfigError(f"{name} is there twice, as {' and '.join(there)}")
+        raise ConfigError(f"one tensor is there twice, as {' and '.join(there)}")
     if not there:
-        raise ConfigError(f"has no tensor {' or '.join(firsts)}, of {name} {list(shape)}")
+        wanted = next(forms[0][0].pieces(name, shape)).shape
+        raise ConfigError(f"has no tensor {' or '.join(firsts)}, shape {list(wanted)}")
     rules = firsts[there[0]]
     if "{E}" in rules[0].published and shape[0] > len(keys):
-        raise ConfigError(f"{name} has {shape[0]} experts, and the folder has {len(keys)} tensors")
+        raise ConfigError(
+            f"the model of config.json has {shape[0]} experts, and the folder has {len(keys)} tensors"
+        )
     return rules
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
 from ...distributed.checkpoint.source import SOURCE_FILES, kept_files, read_source
 from ...model.config.model_config import ModelConfig
 from ..families.family import Family
+from ..families.keys import BALANCE_KEYS, Dotted
 from ..families.table import family_of, pieces_of
 from ..safetensors import DTYPES, ExportedTensor, Precision
 
@@ -39,7 +41,8 @@ class Origin:
     @cached_property
     def files(self) -> dict[str, bytes]:
         """Returns the kept files by name, config.json too; none: the run began without."""
-        return {path.name: path.read_bytes() for path in kept_files(self.run_dir)}
+        files = {path.name: path.read_bytes() for path in kept_files(self.run_dir)}
+        return {} if _is_own(files.get(CONFIG_FILE, b"{}")) else files
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
@@ -67,6 +70,20 @@ def origin_of(run_dir: Path, model: ModelConfig) -> Origin | None:
     source = read_source(run_dir)
     family = family_of(model, source.family if source else None)
     return None if family is None else Origin(family, run_dir, model)
+
+
+def _is_own(config: bytes) -> bool:
+    """Returns whether config.json is that of an export of moebius' own, which describes no family."""
+    return isinstance(json_object(config, CONFIG_FILE).get("model"), dict)
+
+
+def dtype_before(run_dir: Path) -> Precision:
+    """Returns the dtype of the own export that a run began with, or else float32."""
+    kept = run_dir / SOURCE_FILES / CONFIG_FILE
+    text = kept.read_bytes() if kept.exists() else b"{}"
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    dtype = str(json_object(text, str(kept)).get("dtype"))
+    return names.get(dtype, "fp32") if _is_own(text) else "fp32"
 
 
 def family_tensors(
@@ -105,15 +122,20 @@ def family_config(
 ) -> str:
     """Returns config.json: the original with what has changed, or a new one in both dialects."""
     family, model = origin.family, origin.model
-    values = json_object(origin.files.get(CONFIG_FILE, b"{}"), f"{origin.run_dir / SOURCE_FILES / CONFIG_FILE}")
+    values = json_object(
+        origin.files.get(CONFIG_FILE, b"{}"), f"{origin.run_dir / SOURCE_FILES / CONFIG_FILE}"
+    )
     if not values:
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids
     values["vocab_size"] = model.vocab_size
+    written = family.write(model, max_positions)
     if not family.fits(model, values):
         others = {name for part in family.parts for name in getattr(part, "also", ())}
         values = {key: value for key, value in values.items() if key not in others}
-        values |= family.write(model, max_positions)
+        values |= written
+    elif _balance(family, values) != _balance(family, written):
+        values |= {key: written[key] for key in BALANCE_KEYS if key in written}
     keys = [key for key in _DTYPE_KEYS if key in values] or ["torch_dtype"]
     main = str(DTYPES[dtype]).removeprefix("torch.") if dtype else origin.dtypes["most"]
     values |= dict.fromkeys(keys, main)
@@ -121,6 +143,12 @@ def family_config(
         values |= dict.fromkeys([key for key in _MTP_KEYS if key in values] or _MTP_KEYS[:1], 0)
     values.pop("quantization_config", None)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _balance(family: Family, values: Mapping[str, Any]) -> Any:
+    """Returns the weight of the balancing loss that the family's own class adds."""
+    router: Any = Dotted(family.read(values)[0])["feed_forward.router"]
+    return router.get("balance")
 
 
 def original_files(origin: Origin) -> dict[str, bytes]:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...data_pipeline.errors import DataError, ShardError
+from ...data_pipeline.errors import DataError, InputError, ShardError
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.rows import SplitReader
+from ...data_pipeline.tokenizers.hub import open_tokenizer
 from ...data_pipeline.tokenizers.interface import Tokenizer, main_file
 from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ...data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
@@ -46,7 +47,7 @@ from ..safetensors import (
     write_weights,
 )
 from .card import make_card
-from .family_folder import family_config, family_tensors, origin_of, original_files
+from .family_folder import dtype_before, family_config, family_tensors, origin_of, original_files
 from .tokenizer import tokenizer_files
 
 _SAMPLE_ROWS = 64
@@ -131,6 +132,8 @@ def export(
     config = config_of(stored)
     run_dir = stored.path.absolute().parent.parent
     origin = origin_of(run_dir, config.model) if layout == "hf" else None
+    if origin is None:
+        dtype = dtype or dtype_before(run_dir)
     tokenizer, words, files = None, "no tokenizer, as requested", dict[str, bytes]()
     if layout == "safetensors":
         words = "no code and no tokenizer: other programs read the weights by their keys"
@@ -152,7 +155,12 @@ def export(
     size = sum(file.num_bytes for file in stored.manifest.files.values())
     stored = open_verified(source, start_progress("checking the checkpoint", size))
     if layout == "safetensors":
-        values = {"step": stored.meta.step, "model": config.model.model_dump(mode="json")}
+        values = {
+            "step": stored.meta.step,
+            "dtype": _name_of(dtype or "fp32"),
+            "max_position_embeddings": config.data.seq_len,
+            "model": config.model.model_dump(mode="json"),
+        }
         texts["config.json"] = json.dumps(values, indent=2) + "\n"
     elif origin is not None:
         end = None if tokenizer is None else tokenizer.end_of_document_id
@@ -166,6 +174,10 @@ def export(
             write_synced(folder / name, text)
     num_keys = sum(map(len, plan.values()))
     return Exported(stored.meta.step, list(plan), num_keys, num_bytes_of(plan), words)
+
+
+def _name_of(dtype: Precision) -> str:
+    return str(DTYPES[dtype]).removeprefix("torch.")
 
 
 def config_of(stored: StoredCheckpoint) -> Config:
@@ -184,9 +196,14 @@ def _tokenizer_of(config: Config, stored: StoredCheckpoint) -> tuple[Tokenizer |
     """
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, stored.meta.meta.get("data") or {})
+    prepare = config.prepare
     try:
-        tokenizer = prepared_tokenizer(config.data.directory)
-    except ShardError as error:
+        if prepare.loads_tokenizer and not is_prepared(config.data.directory):  # as after an import
+            end = prepare.end_of_document
+            tokenizer = open_tokenizer(prepare.tokenizer, end_of_document=end)
+        else:
+            tokenizer = prepared_tokenizer(config.data.directory)
+    except (ShardError, InputError) as error:
         return None, f"no tokenizer: {error}"
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer, "a tokenizer: ids are UTF-8 bytes, and 256 ends a document"
@@ -275,7 +292,7 @@ def _model_files(
             "AutoConfig": "configuration_moebius.MoebiusConfig",
             "AutoModelForCausalLM": "modeling_moebius.MoebiusForCausalLM",
         },
-        "dtype": str(DTYPES[dtype]).removeprefix("torch."),
+        "dtype": _name_of(dtype),
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
         "num_hidden_layers": model.num_layers,

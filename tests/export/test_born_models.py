@@ -39,11 +39,10 @@ for folder in (path for path in Path(sys.argv[1]).iterdir() if path.is_dir()):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
-    aux = {} if folder.name.startswith(("deepseek", "glm4")) else {"output_router_logits": True}
     with torch.no_grad():
-        out = model.eval()(ids, **aux)
-    found = {"logits": out.logits.contiguous()} | ({"aux": out.aux_loss.clone()} if aux else {})
-    save_file(found, f"{folder}.out")
+        out = model.eval()(ids, labels=ids)
+        bare = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    save_file({"logits": out.logits.contiguous(), "added": out.loss - bare}, f"{folder}.out")
 """
 
 
@@ -63,14 +62,14 @@ Computed = dict[str, dict[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Computed, Computed]:
-    """Returns logits and the pooled balancing loss of every family, here and there."""
+    """Returns logits and what is added to the cross-entropy, here and in every family's class."""
     folder, ours = tmp_path_factory.mktemp("exports"), {}
-    pool: dict[str, Any] = {"balance_pool": True, "balance_scope": "micro_batch", "balance": 1.0}
+    pool: dict[str, Any] = {"balance_pool": True, "balance_scope": "micro_batch", "z_loss": 0.0}
     for name in HUB_SMALL:
+        pool["balance"] = 1.0 if name in POOLED else 0.0
         changes = {f"feed_forward.router.{key}": value for key, value in pool.items()}
         model = HUB_SMALL[name][1]().model.changed(
-            {"vocab_size": VOCABULARY, "d_model": WIDTH.get(name, 64)}
-            | (changes if name in POOLED else {})
+            {"vocab_size": VOCABULARY, "d_model": WIDTH.get(name, 64)} | changes
         )
         config, run_dir = make_config(model=model), tmp_path_factory.mktemp(name) / "run"
         meta = {"progress": TrainingProgress().as_dict(), "config": config.model_dump(mode="json")}
@@ -80,8 +79,8 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Computed, Comput
             run.checkpoints.wait()
             with torch.no_grad():
                 ours[name] = {"logits": run.model.eval()(TOKENS).logits_BSV}
-                auxiliary = run.model.train()(TOKENS, targets_BS=TOKENS).auxiliary
-                ours[name] |= {"aux": auxiliary["load_balancing"].mean()} if name in POOLED else {}
+                out = run.model.train()(TOKENS, targets_BS=TOKENS)
+                ours[name]["added"] = out.regularisation_B.mean()
         export(run_dir / "checkpoints/step_00000000", folder / name, with_tokenizer=False)
     save_file({"ids": TOKENS}, folder / "ids")
     words = [sys.executable, "-I", "-c", READER, folder]
@@ -100,12 +99,13 @@ def test_logits_are_those_of_the_family_s_own_class(
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_the_pooled_balancing_loss_is_transformers_own(
+@pytest.mark.parametrize("name", HUB_SMALL)
+def test_the_class_adds_the_balancing_loss_of_the_exported_model(
     name: str, computed: tuple[Computed, Computed]
 ) -> None:
-    ours, theirs = (each[name]["aux"] for each in computed)
-    assert theirs > 2.005  # a thousand times the tolerance from 2, perfect balance of two choices
+    """Loaded as any user would: the file alone says that the loss is added, and with what weight."""
+    ours, theirs = (each[name]["added"] for each in computed)
+    assert (theirs > 2.005) == (name in POOLED)  # 2 is perfect balance of two choices
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-6)
 
 

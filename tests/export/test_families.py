@@ -1,5 +1,6 @@
 """Families of published mixtures: recorded folders give the recorded numbers, in both dialects."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from moebius.export.families.keys import UnfitError
 from moebius.export.families.table import FAMILIES, FAMILY, family_of, open_family, pieces_of
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.transformer import Transformer
+from moebius.train.config.run_config import Config
+from moebius.train.config.validation import known_keys
+from moebius.train.recipes.hub import HUB_SMALL
 
 LOGITS, GRADIENTS = 2e-5, 5e-6
 POOLED = tuple(name for name in RECORDED if not any(each in name for each in ("deepseek", "glm4")))
@@ -107,6 +111,40 @@ def test_the_pooled_balancing_loss_and_its_gradients_are_the_recorded_ones(name:
 
 @pytest.mark.needs_shared
 @pytest.mark.parametrize("name", RECORDED)
+def test_an_imported_balancing_loss_is_what_the_folder_s_class_adds(name: str) -> None:
+    recorded, config = arrays_of(name), config_in(folder_of(name))
+    family = FAMILY.get(config["model_type"])
+    for is_on, alpha in ((False, 0.0), (True, 0.5)):  # DeepSeek's own key, which no class reads
+        asked = {"output_router_logits": is_on} | ({"aux_loss_alpha": alpha} if alpha else {})
+        asked = asked if name not in POOLED else {"output_router_logits": is_on}
+        read, notes = family.read(config | asked)
+        assert sum(note.startswith("balancing loss: ") for note in notes) == 1
+        router = read.feed_forward.router  # type: ignore[attr-defined]
+        changes = {key: getattr(router, key) for key in ("balance", "balance_pool")}
+        model = recorded_model(
+            name, **{f"feed_forward__router__{k}": v for k, v in changes.items()}
+        )
+        out = trained_pass(model, recorded["ids"], recorded["labels"], None)
+        added = (
+            is_on * config.get("router_aux_loss_coef", 0.0) * recorded.get("aux", torch.zeros(()))
+        )
+        near(out.regularisation_B.mean().detach(), added, GRADIENTS)
+        written = family.write(read, 64)
+        assert family.read(written)[0] == read
+        for layer_by_layer in (False, True) if name in POOLED else ():
+            scale = (
+                router.top_k if layer_by_layer else 1
+            )  # per layer the loss is 1 at balance, and K there
+            key = "feed_forward.router.balance"
+            other = family.write(
+                read.changed({key: 0.3 * scale, f"{key}_pool": not layer_by_layer}), 64
+            )
+            assert other["router_aux_loss_coef"] == pytest.approx(0.3)
+            assert other["output_router_logits"]
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
 def test_experts_and_gates_are_the_recorded_ones(name: str) -> None:
     recorded, model = arrays_of(name), recorded_model(name)
     sparse, routings = model.config.sparse_members, []
@@ -172,7 +210,7 @@ def test_both_dialects_describe_one_model_and_writing_gives_it_back(name: str) -
     plan = open_family(folder)
     family = FAMILY.get(plan.family)
     assert family.read(config_in(folder, "config_hub.json"))[0] == plan.model
-    assert plan.notes == (), "the folder has every key"
+    assert [note for note in plan.notes if "is missing" in note] == [], "the folder has every key"
     assert family_of(plan.model) is family
     written = family.write(plan.model, 64)
     assert family.read(written)[0] == plan.model
@@ -204,7 +242,19 @@ def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None
     [
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not computed"),
         ("mixtral", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not computed"),
-        ("mixtral", {"num_experts_per_tok": 1}, "top_k=1 with renormalise=true"),
+        ("mixtral", {"num_experts_per_tok": 1}, "^num_experts_per_tok=1 makes every gate weight 1"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": None, "num_local_experts": 1},
+            "num_experts_per_tok=2 is",
+        ),
+        ("deepseek_v3", {"n_group": 3}, "^n_group=3 does not divide n_routed_experts=8$"),
+        (
+            "deepseek_v3",
+            {"n_group": 8, "topk_group": 4},
+            "^the family needs groups of at least two experts, and n_group=8",
+        ),
+        ("glm4_moe", {"head_dim": 6}, "^partial_rotary_factor=0.5, head_dim=6: channels rotate in"),
         ("mixtral", {"new_trick": 3}, "new_trick=3: moebius does not know"),
         ("mixtral", {"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
         ("mixtral", {"num_experts": 9}, "name the same thing and differ"),
@@ -229,6 +279,44 @@ def test_what_is_not_computed_is_refused_by_name(
     config = config_in(folder_of(f"hf_{name}_a")) | change
     with pytest.raises(UnfitError, match=message):
         family.read(config)
+
+
+OURS = {key.rpartition(".")[2] for key, _ in known_keys(Config) if key.startswith("model.")}
+
+
+def refusal(family: Family, config: dict[str, Any]) -> str:
+    """Returns why a config.json is refused; "" if it is not."""
+    try:
+        family.read(config)
+    except UnfitError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", HUB_SMALL)
+def test_refusals_speak_of_config_json_alone(name: str) -> None:
+    """Each key is broken in turn; neither our keys nor advice about them nor pydantic's words appear."""
+    model = HUB_SMALL[name][1]().model
+    family = family_of(model)
+    assert family is not None
+    config, refused = family.write(model, 128), 0
+    for key, value in config.items():
+        for broken in (0, 1, -1.0) if isinstance(value, int | float) else ():
+            said = refusal(family, config | {key: broken})
+            refused += said != ""
+            words = {*re.findall(r"\w+", said)}
+            assert words & config.keys() or not said
+            assert not {word for word in words & OURS - config.keys() if "_" in word}, said
+            assert not re.search("Value error|Input should|renormalise|FIXED", said), said
+    assert refused > 20
+
+
+def test_null_and_a_missing_key_are_told_apart() -> None:
+    for config, words in (({}, "is missing"), ({"rms_norm_eps": None}, "is null")):
+        notes = FAMILY.get("mixtral").read(config)[1]
+        assert f"rms_norm_eps {words}: 1e-05, the default of transformers' class" in notes
+    with pytest.raises(UnfitError, match="num_experts_per_tok is null and has no default"):
+        FAMILY.get("deepseek_v2").read({"num_experts_per_tok": None})
 
 
 @pytest.mark.needs_shared

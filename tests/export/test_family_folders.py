@@ -19,7 +19,6 @@ from published_case import (
     config_in,
     differences,
     folder_of,
-    model_of,
     names_to_export,
     recorded_model,
     tensors_in,
@@ -200,16 +199,20 @@ def test_tensors_keep_their_own_dtypes(tmp_path: Path) -> None:
 # Ten traps ---------------------------------------------------------------------------------------
 
 
-def test_1_an_imported_mixtral_has_a_balancing_loss() -> None:
-    plan = open_family(folder_of("hf_mixtral_a"))
-    assert plan.model.experts is not None
-    router: Any = plan.model.experts.router
-    assert (router.balance, router.balance_pool) == (0.05, False)
-    recorded = arrays_of("hf_mixtral_a")
-    out = model_of(plan).train()(recorded["ids"])
-    assert out.auxiliary["load_balancing"].mean() > 1
-    wanted = 0.05 * out.auxiliary["load_balancing"].mean()
-    torch.testing.assert_close(out.regularisation_B.mean().detach(), wanted)
+def test_1_the_balancing_loss_comes_back_as_it_was_trained_with(tmp_path: Path) -> None:
+    """What the class adds is compared in test_families.py."""
+    folder = copied("hf_mixtral_a", tmp_path)
+    keys = ("router_aux_loss_coef", "output_router_logits")
+    asked = "model.feed_forward.router.balance=0.2"
+    for number, (is_on, overrides, coefficient) in enumerate(
+        ((False, (), 0.05), (True, (), 0.05), (False, (asked,), 0.2), (True, (asked,), 0.2))
+    ):
+        changed_config(folder, output_router_logits=is_on)
+        run_dir, out = tmp_path / f"run{number}", tmp_path / f"out{number}"
+        import_folder(folder, run_dir, None, (*OVERRIDES, *overrides))
+        export(run_dir / STEP_0, out)
+        found = [config_in(out)[key] for key in keys]
+        assert found == [coefficient, is_on or bool(overrides)]
 
 
 def test_2_the_balancing_loss_reaches_the_router() -> None:

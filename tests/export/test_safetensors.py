@@ -22,18 +22,23 @@ from hf_case import (
     prepare_bands,
 )
 from pairwise import slow_but
+from published_case import config_in, differences, tensors_in
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moebius import start_from
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.parallelize import expert_names
 from moebius.export import safetensors as module
+from moebius.export.families.table import open_family
 from moebius.export.hf.model_folder import config_of, export
+from moebius.export.published import import_folder
 from moebius.export.safetensors import Precision
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
+from moebius.train.config.run_config import ConfigError
 
 PAPER, DENSE = "moeut", "dense"
 NAMES_OF_EXPERTS = {"w_up": "w_up.weight", "w_down": "w_down.weight", "weight": "weight"} | {
@@ -81,6 +86,87 @@ def test_every_architecture_goes_out_with_the_same_bits(name: str, tmp_path: Pat
             kept = precision if is_cast else torch.float32
             assert stored[key].dtype == kept, key
             assert torch.equal(stored[key], tensor.to(kept)), key
+
+
+# Back in ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, "moeut"))
+def test_an_export_comes_back_in_and_goes_out_again_with_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    model = model_of(name)
+    for layout in ("hf", "safetensors") if name in PROMISED else ("safetensors",):
+        place, again = tmp_path / layout, tmp_path / f"{layout}_again"
+        dtype: Precision = "bf16" if layout == "hf" else "fp32"
+        export(
+            checkpoint_of(make_run(place / "run", model)), place / "out", layout=layout, dtype=dtype
+        )
+        plan = open_family(place / "out")
+        assert plan.model == model.config
+        rounded = {key: value.bfloat16().float() for key, value in model.state_dict().items()}
+        wanted = model.state_dict() if dtype == "fp32" else rounded
+        for key, value in wanted.items():
+            found = plan.tensor(key, torch.float32)
+            kept = value if enters_a_product(key) else model.state_dict()[key]
+            assert torch.equal(found, kept), key
+        import_folder(place / "out", place / "in")
+        export(place / "in" / "checkpoints" / "step_00000000", again, layout=layout)
+        assert differences(tensors_in(place / "out"), tensors_in(again)) == []
+        configs = [config_in(folder)["model"] for folder in (place / "out", again)]
+        assert configs[0] == configs[1]
+
+
+def test_an_export_starts_a_run_with_its_tokenizer_and_runs_none_of_its_code(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    export(checkpoint, tmp_path / "out")
+    for code in (tmp_path / "out").glob("*.py"):
+        code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    start = start_from(tmp_path / "out", None, "prepare.input=text.txt", "train.steps=3")
+    assert start.config.prepare.tokenizer == str(tmp_path / "out")
+    assert start.source.family == "moebius"
+    assert start.source.tokenizer is not None
+    import_folder(tmp_path / "out", tmp_path / "in")
+    export(tmp_path / "in" / "checkpoints" / "step_00000000", tmp_path / "again")
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        one, other = ((tmp_path / each / file).read_text() for each in ("out", "again"))
+        assert json.loads(one).get("eos_token_id") == json.loads(other).get("eos_token_id")
+        assert file == "tokenizer_config.json" or one == other
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns an export to edit, with its config.json as before.json, too."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    export(checkpoint, out)
+    (out / "before.json").write_text((out / "config.json").read_text())
+    return out
+
+
+EDITS: list[tuple[str, dict[str, Any], str]] = [
+    ("model.d_model", {"d_model": -4}, r"model\.d_model: .* greater than 0 \(given: -4\)"),
+    ("a word", {"norm": "sideways"}, r"model\.norm: .*\(given: 'sideways'\)"),
+    ("unknown", {"d_modell": 4}, r"model\.d_modell: unknown key"),
+    ("another width", {"d_model": 36}, r"hidden_size=\d+ and model\.d_model=36 differ"),
+    ("huge", {"num_layers": 10**9}, r"model\.num_layers=1000000000 must be at most"),
+    ("code", {"norm_layer": "os:system"}, r"model\.norm_layer='os:system' names code"),
+    ("more layers", {"layers_per_group": 4}, r"sparse_members=\[0, 1\] and .* differ"),
+    ("another form", {"norm": "sandwich"}, r"has no tensor group\.0\.attention_output_norm"),
+]
+
+
+@pytest.mark.parametrize(("what", "edit", "message"), EDITS, ids=[edit[0] for edit in EDITS])
+def test_an_edited_export_is_checked(
+    what: str, edit: dict[str, Any], message: str, exported: Path
+) -> None:
+    config = config_in(exported, "before.json")
+    config["model"] |= edit
+    (exported / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message) as refused:
+        open_family(exported)
+    assert str(exported) in str(refused.value)
 
 
 BUFFERS = {

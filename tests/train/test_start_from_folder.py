@@ -1,6 +1,7 @@
 """A run that starts from a published folder: every layout reads its own blocks, and all the same bits."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,27 @@ from torch import Tensor
 from trained import assembled, by_step, different, newest_state
 from world import run_ranks
 
-from moebius import Start, start_from
+from moebius import Start, load, load_config, start_from
+from moebius.cli.jobs import control
+from moebius.cli.main import parse
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.checkpoint.pieces import cut
 from moebius.distributed.checkpoint.source import SOURCE_FILES, load_start, read_source
-from moebius.export.families.table import FAMILY, pieces_of
+from moebius.export.families.table import FAMILY, family_of, pieces_of
+from moebius.export.published import import_folder
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.recipes.hub import HUB, continuation
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 from moebius.train.run import resume
 from moebius.train.state import model_tensors, state_tensors
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 SPECIAL = ("<pad>", "<s>", "</s>")
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
 
@@ -189,6 +195,43 @@ def test_folders_that_cannot_start_a_run_are_refused(published: dict, tmp_path: 
     assert "is neither a run (checkpoints/), a checkpoint (manifest.json), nor" in refusal()
 
 
+# Whose settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_published_size_trains_on_with_its_recipe_at_a_lower_rate(name: str) -> None:
+    recipe = RECIPES[name]()
+    family = family_of(recipe.model)
+    assert family is not None
+    padded = family.write(recipe.model, 4096) | {"vocab_size": recipe.model.vocab_size + 512}
+    found, words, config = continuation(family.read(padded)[0], 1024, RECIPES)
+    assert found == name == words.split()[2]
+    assert config.optim.learning_rate == pytest.approx(recipe.optim.learning_rate / 10)
+    assert config.optim.weight_decay_on == "matrices"
+    same = (recipe.train.precision, recipe.mesh, recipe.train.global_batch)
+    assert (config.train.precision, config.mesh, config.train.global_batch) == same
+    assert config.data.seq_len == 1024, "not longer than the model was trained for"
+
+
+def test_a_start_says_whose_settings_it_has(published: dict) -> None:
+    folder, _ = published["granitemoe"]
+    nobodys = (
+        "settings: those of olmoe_1b_7b with a tenth of its rate, because no recipe has this size"
+    )
+    for name, rate, words in (
+        (
+            None,
+            3e-5,
+            f"{nobodys}: learning rate 3e-05, 65,536 tokens a step, bfloat16, sharding fsdp",
+        ),
+        ("own_text", 1e-3, "settings: those of own_text: learning rate 0.001, 512 tokens a step"),
+        ("olmoe_1b_7b", 3e-4, "settings: those of olmoe_1b_7b: learning rate 0.0003"),
+    ):
+        start = start_from(folder, name, *(("data.seq_len=64",) if name else ()))
+        assert start.config.optim.learning_rate == pytest.approx(rate)
+        assert start.notes[-1].startswith(words)
+
+
 # From a command to a finished run ----------------------------------------------------------------
 
 
@@ -270,3 +313,123 @@ def test_a_repository_of_the_hub_is_read_from_its_cache(
             start_from(wrong, "own_text", *OWN)
     with pytest.raises(ConfigError, match=r"write hf://org/name or hf://org/name@revision"):
         start_from("hf://name", "own_text", *OWN)
+
+
+# Commands of the documents -----------------------------------------------------------------------
+
+
+def commands_with(words: str) -> list[list[str]]:
+    """Returns the documented commands with some words, and where their SOURCE is the tiny folder."""
+    pages = [
+        Path(page) for name in ("families", "train", "export") for page in DOCS.glob(f"{name}.md")
+    ]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    found = [
+        shlex.split(line, comments=True) for line in lines if line.startswith(f"moebius {words}")
+    ]
+    return [command[1:] for command in found if any("OLMoE" in word for word in command)]
+
+
+def test_the_documented_starts_from_published_weights_work_as_typed(
+    cached: str, published: dict, moebius: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model stands in for the published one, on the hub, too."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(published["granitemoe"][0], tmp_path / "OLMoE-1B-7B-0924")
+    (tmp_path / "models--org--name").rename(tmp_path / "models--allenai--OLMoE-1B-7B-0924")
+    starts = commands_with("train --from")
+    assert len(starts) >= 2
+    for words in starts:
+        assert "own_text" not in words, "no toy recipe for published weights"
+        config, _, source = control._resolve(parse(words))
+        assert config.train.precision == "bfloat16"
+        assert source is not None
+        assert config.world_size == config.mesh.ep
+    imports = commands_with("ckpt import")
+    assert len(imports) >= 1
+    for words in imports:
+        assert moebius(*words).code == 0
+    answer = moebius("ckpt", "export", "runs/olmoe", "--out", "olmoe-continued")
+    assert answer.code == 0, answer.text
+
+
+@pytest.fixture(scope="module")
+def imported(published: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a run that was imported without a tokenizer."""
+    root = tmp_path_factory.mktemp("imported")
+    folder = Path(shutil.copytree(published["granitemoe"][0], root / "folder"))
+    (folder / "tokenizer.json").unlink()
+    import_folder(folder, root / "run", None, ("train.precision=float32",))
+    return root / "run"
+
+
+def test_an_imported_run_and_its_folder_say_what_to_type(moebius: Any, imported: Path) -> None:
+    run, folder = str(imported), str(imported.with_name("folder"))
+    for words, said in (
+        (
+            ("plan", folder),
+            f"holds published weights and is not a recipe; `moebius train --from {folder}`",
+        ),
+        (
+            ("train", folder),
+            f"holds published weights and is not a recipe; `moebius train --from {folder}`",
+        ),
+        (
+            ("eval", folder),
+            "is not a run folder (no checkpoints); it holds published weights: `moebius ckpt",
+        ),
+        (("resume", folder), f"`moebius ckpt import {folder} --run-dir RUN` makes a run of them"),
+        (("train", run), f"is a run, not a recipe; `moebius resume {run}` continues it"),
+        (("eval", run), "no text was prepared for it, so there is none to measure the loss on"),
+        (
+            ("eval", run, "--prompt", "a"),
+            "the imported folder had no tokenizer: copy its model's tokenizer",
+        ),
+    ):
+        answer = moebius(*words)
+        assert answer.code == 2
+        assert said in answer.text
+
+
+def test_an_imported_run_without_a_tokenizer_is_loaded(imported: Path) -> None:
+    loaded = load(imported)
+    assert loaded.logits(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 35)
+    for asks in (lambda: loaded.generate("a"), lambda: loaded.tokenizer.encode("a")):
+        with pytest.raises(ConfigError, match="source: the imported folder had no tokenizer"):
+            asks()
+
+
+def test_an_imported_run_takes_other_settings_until_its_first_step(
+    imported: Path, tmp_path: Path
+) -> None:
+    run_dir = Path(shutil.copytree(imported, tmp_path / "run"))
+    kept = sorted(path.name for path in (run_dir / SOURCE_FILES).iterdir())
+    changes = ("optim.learning_rate=0.5", "prepare.input=other.txt", "mesh.sharding=none")
+    config = load_config(run_dir, *changes)
+    open_run(config, run_dir, read_source(run_dir))
+    assert Config.load(run_dir / "config.json") == config
+    assert sorted(path.name for path in (run_dir / SOURCE_FILES).iterdir()) == kept
+    with assembled(config, run_dir) as run:
+        assert resume(run) is not None
+    other = load_config(run_dir, "model.norm_eps=0.1")
+    with pytest.raises(ConfigError, match="holds another run"):
+        open_run(other, run_dir, read_source(run_dir))
+    (run_dir / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(ConfigError, match=r"holds another run \(optim.learning_rate"):
+        open_run(load_config(run_dir, "optim.learning_rate=0.1"), run_dir)
+
+
+@pytest.mark.slow
+def test_an_imported_run_is_trained_resumed_and_evaluated(
+    moebius: Any, published: dict, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert moebius("ckpt", "import", published["qwen3_moe"][0], "--run-dir", run).code == 0
+    text = write_paragraphs(tmp_path, paragraphs=60)
+    settings = (f"prepare.input={text}", "train.global_batch=4", "train.steps=2", *OWN[:3])
+    assert moebius("resume", run, *settings).code == 0
+    answer = moebius("resume", run, "train.steps=3")
+    assert answer.code == 0, answer.text
+    assert "continues from the checkpoint of step 2" in answer.text
+    assert "step 3, validation: loss" in moebius("eval", run).text
+    assert moebius("eval", run, "--prompt", "a b", "--tokens", "3").code == 0

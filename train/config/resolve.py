@@ -27,6 +27,7 @@ from ...plugins import (
     distrust,
     import_own,
     is_own,
+    is_published,
     is_run,
     nearest,
     runs_near,
@@ -241,7 +242,12 @@ def _recipe_values(
 
 def _what_takes(path: Path) -> str:
     """Says which commands take a path that is no configuration."""
-    if os.path.isfile(path / "config.json"):
+    if is_published(path) and not is_run(path):
+        return (
+            f"holds published weights and is not a recipe; `moebius train --from {path}` trains them, "
+            "and `moebius models` lists the recipes of the published sizes"
+        )
+    if is_run(path):
         return (
             f"is a run, not a recipe; `moebius resume {path}` continues it, `moebius eval {path}` "
             f"measures it, and {path}/config.json is its configuration"

@@ -142,7 +142,8 @@ class Config(BaseModel):
     def _check_documents(self) -> Self:
         """Checks that batches have document ids if a loss needs them, and that it is one of documents."""
         router = None if self.model.experts is None else self.model.experts.router
-        if self.train.balance_documents and getattr(router, "balance_pool", False):
+        pools = getattr(router, "balance_pool", False) and getattr(router, "balance", 0.0)
+        if self.train.balance_documents and pools:
             raise ValueError(
                 "train.balance_documents=true with router.balance_pool=true: a pool of all layers has no "
                 "documents; set one of them to false"

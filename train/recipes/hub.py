@@ -1,17 +1,17 @@
 """Other people's mixtures: their published sizes, and each family at one small size for this machine.
 
-A published size is for the planner (`moebius simulate`) and for runs that start from nothing; to train
-published weights on, start from their folder: `moebius train --from FOLDER`. Sizes are those of the
-models' own config.json files. The protocol (batch, rate, decay) is common to all and not theirs.
+A published size is for the planner (`moebius simulate`), for runs that start from nothing, and, with a
+lower rate, for runs that start from published weights: `moebius train --from FOLDER`. Sizes are those
+of the models' own config.json files. The protocol (batch, rate, decay) is common to all and not theirs.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ...data_pipeline.data_config import DataConfig
-from ...data_pipeline.prepare_config import PrepareConfig
+from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...distributed.layout import MeshConfig
 from ...model.config.model_config import ModelConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
@@ -310,3 +310,58 @@ HUB_SMALL: Table = {
     )
     for family, (title, settings, _) in _FAMILIES.items()
 }
+
+_CONTINUED_STEPS, _CONTINUED_EVERY = 1000, 100
+
+
+def continuation(
+    model: ModelConfig, longest: int, recipes: Mapping[str, Callable[[], Config]]
+) -> tuple[str, str, Config]:
+    """Returns the recipe with whose settings published weights train on, words about it, and those.
+
+    They are those of the first recipe with the model's sizes, or else of OLMoE's, with a tenth of the
+    rate, because the weights' own has decayed, and at most 1,000 steps on the user's text.
+
+    Args:
+        model: that of the weights.
+        longest: tokens of a sequence that it was trained for.
+        recipes: by name.
+    """
+    sizes = _sizes(model)
+    found = next((name for name, build in recipes.items() if _sizes(build().model) == sizes), "")
+    name = found or "olmoe_1b_7b"
+    values = recipes[name]().model_dump(mode="json")
+    values["optim"]["learning_rate"] /= 10
+    values["train"]["micro_batch"] = max(values["train"]["micro_batch"], model.group_sequences)
+    values["train"]["steps"] = min(values["train"]["steps"], _CONTINUED_STEPS)
+    values["train"]["eval_every"] = values["checkpoint"]["every"] = _CONTINUED_EVERY
+    values["data"]["seq_len"] = min(values["data"]["seq_len"], longest)
+    values["prepare"]["input"] = [OWN_TEXTS]
+    values["job"] |= {"rehearse_failure_at_step": None, "name": found or "continued"}
+    why = "" if found else ", because no recipe has this size"
+    words = f"those of {name} with a tenth of its rate{why}"
+    return name, words, Config.model_validate(values)
+
+
+def settings_words(config: Config, whose: str) -> str:
+    """Says in one line whose training settings a run has, and those that matter most."""
+    train, optim = config.train, config.optim
+    tokens = train.global_batch * config.data.seq_len
+    return (
+        f"settings: {whose}: learning rate {optim.learning_rate:g}, {tokens:,} tokens a step, "
+        f"{train.precision}, sharding {config.mesh.sharding}, weight decay on {optim.weight_decay_on}"
+    )
+
+
+def _sizes(model: ModelConfig) -> list[Any]:
+    """Returns what tells one published size from another: not the vocabulary, which may be padded."""
+    plain = model.model_dump()
+    attention, forward = plain["attention"], plain["feed_forward"]
+    wanted = (
+        (plain, "num_layers layers_per_group d_model norm halting order"),
+        (attention, "kind num_heads d_head num_experts kv_rank bias qk_norm sinks"),
+        (forward, "kind num_experts d_expert num_shared_experts d_shared_expert"),
+        (forward if forward.get("kind") == "dense" else {}, "d_feed_forward"),
+        (forward.get("router", {}), "kind top_k scores renormalise"),
+    )
+    return [values.get(key) for values, keys in wanted for key in keys.split()]

@@ -20,7 +20,13 @@ from ...data_pipeline.read.corruption import open_fetcher
 from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
-from ...distributed.checkpoint.format import CheckpointError, latest, read_meta, step_of
+from ...distributed.checkpoint.format import (
+    CheckpointError,
+    latest,
+    read_meta,
+    step_name,
+    step_of,
+)
 from ...distributed.checkpoint.source import (
     SOURCE,
     SOURCE_FILES,
@@ -29,7 +35,7 @@ from ...distributed.checkpoint.source import (
     read_source,
 )
 from ...distributed.checkpoint.source import Source as Source
-from ...plugins import runs_near, some_of
+from ...plugins import is_published, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
@@ -131,7 +137,8 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     """Creates the run folder with its config.json and source.json, or opens an existing one.
 
     A folder without any completed step, because the start failed, accepts another configuration and another
-    source. One with steps keeps its own until the job makes a step, so that one that ends earlier changes nothing.
+    source; one with imported weights, another configuration of their model. One with steps keeps its own until
+    the job makes a step, so that one that ends earlier changes nothing.
 
     Args:
         config: the run's configuration.
@@ -145,10 +152,15 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
     _make_writable(run_dir)
     saved = run_dir / "config.json"
     if saved.exists() or latest(run_dir / "checkpoints") is not None:
-        before = stored_config(run_dir)
-        if has_trained(run_dir):
+        before = stored_config(run_dir).model_dump(mode="json")
+        is_import = (run_dir / "checkpoints" / step_name(0)).exists()
+        if is_import or has_trained(run_dir):
             _check_same_source(source, run_dir)
-            return check_same_run(before.model_dump(mode="json"), config, run_dir)
+        if is_import and not has_trained(run_dir):  # its weights and their folder's files are here
+            check_same_run({"model": before["model"]}, config, run_dir)
+            return config.save(saved)
+        if has_trained(run_dir):
+            return check_same_run(before, config, run_dir)
     elif any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
@@ -170,10 +182,11 @@ def stored_config(run_dir: Path) -> Config:
         ConfigError: there is no run, or its configuration cannot be read.
     """
     saved, newest = run_dir / "config.json", latest(run_dir / "checkpoints")
+    if newest is None and (is_published(run_dir) or not saved.exists()):
+        lacks = "no checkpoints" if saved.exists() else "no config.json"
+        raise ConfigError(f"{run_dir}: is not a run folder ({lacks}){runs_near(run_dir)}")
     if saved.exists():
         return Config.load(saved)
-    if newest is None:
-        raise ConfigError(f"{run_dir}: is not a run folder (no config.json){runs_near(run_dir)}")
     return validated(Config, read_meta(newest).meta["config"], origin=f"{newest}/meta.json")
 
 
@@ -236,7 +249,7 @@ def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "igno
 def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule | None]:
     """Returns the steps that a run or its trunk has made, and their schedule; None: it is new."""
     newest, source = latest(run_dir / "checkpoints"), source or read_source(run_dir)
-    if newest is not None:
+    if newest is not None and step_of(newest.name):  # an import has weights and no steps
         before = stored_config(run_dir)
         return step_of(newest.name), before.optim.over(before.train.steps)
     if source is None or source.kind != "branch":
@@ -255,8 +268,9 @@ def end_is_asked(run_dir: Path) -> bool:
 
 
 def has_trained(run_dir: Path) -> bool:
-    """Returns whether a step was made or saved here."""
-    if any((run_dir / "checkpoints").glob("step_*")):
+    """Returns whether a step was made or saved here; that of an import is none."""
+    saved = (path.name for path in (run_dir / "checkpoints").glob("step_*"))
+    if any(name != step_name(0) for name in saved):
         return True
     try:
         with (run_dir / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
@@ -327,6 +341,13 @@ def check_branch(
             f"{found}; leave them as they are there, or start a new run from the weights alone: "
             f"--from {trunk}"
         )
+
+
+def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a run that goes on from a checkpoint must keep; the loader compares the data."""
+    settings = meta["config"] | {"data": {}, "prepare": {}}
+    # imported weights have no settings yet
+    return settings if meta["progress"]["step"] else {"model": settings["model"]}
 
 
 def _differences(before: Mapping[str, Mapping[str, Any]], asked: Config) -> str:
