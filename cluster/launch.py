@@ -150,10 +150,10 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
         check_data(config, run_dir, is_whole=not launch.prepares_data)
-        for at, line in enumerate(rates_of(config, run_dir)):
-            console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
         if note := passes_note(config):
             console.print(Text(note), soft_wrap=True)
+        for at, line in enumerate(rates_of(config, run_dir)):
+            console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():
         console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
     begin_job(launch)
