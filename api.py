@@ -34,7 +34,7 @@ from .cluster.report.run_records import RunHistory
 from .cluster.stop import request_stop
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
-from .distributed.checkpoint.format import find_checkpoint, read_meta
+from .distributed.checkpoint.format import find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, measure
@@ -48,6 +48,7 @@ from .export.start import Start as Start
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
+from .plugins import run_and_step
 from .train.config.reference import toml_value
 from .train.config.resolve import resolve
 from .train.config.run_config import Config, ConfigError
@@ -319,8 +320,8 @@ def load(
     """Returns a trained model with all experts in this process, on a GPU if there is one.
 
     Args:
-        path: a run folder, or one of its checkpoints.
-        step: the checkpoint's step; default: the newest.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        step: the same as RUN@STEP.
         depth_steps: total number of applied layers, for a model that shares them; default: as in
             training.
 
@@ -328,9 +329,8 @@ def load(
         ValueError: the run, checkpoint or tokenizer does not exist, or the model cannot have so
             many depth steps.
     """
-    run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
+        restored = restore(Path(path), process, step=step, depth_steps=depth_steps)
     tokenizer = TextTokenizer(tokenizer_of_run(restored), process.device)
     return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
 
@@ -345,16 +345,15 @@ def evaluate(
     """Returns a checkpoint's loss over a split of its data: `.result.loss`, nats per token.
 
     Args:
-        path: a run folder, or one of its checkpoints.
-        step: the checkpoint's step; default: the newest.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        step: the same as RUN@STEP.
         split: train or validation.
         max_rows: maximum number of rows, evenly spaced over the split; 0: all.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
-    run_dir, step = _run_of(Path(path), step)
-    return measure(run_dir, step=step, split=split, max_rows=max_rows)
+    return measure(Path(path), step=step, split=split, max_rows=max_rows)
 
 
 def score_tasks(
@@ -368,18 +367,17 @@ def score_tasks(
     """Returns a checkpoint's zero-shot scores on tasks, like `moebius eval --tasks`.
 
     Args:
-        path: a run folder, or one of its checkpoints.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
         tasks: their names; "paper" means the six of MoEUT's paper.
         data: the folder of their files, or "hub".
-        step: the checkpoint's step; default: the newest.
+        step: the same as RUN@STEP.
         limit: maximum number of items per task; default: all.
 
     Raises:
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
     """
-    run_dir, step = _run_of(Path(path), step)
     report = measure_tasks(
-        run_dir, tasks, "hub" if data == "hub" else Path(data), step=step, limit=limit
+        Path(path), tasks, "hub" if data == "hub" else Path(data), step=step, limit=limit
     )
     assert report is not None, "one process"
     return report
@@ -477,12 +475,12 @@ def resume(
 
 
 def load_config(run_dir: str | PathLike[str], *overrides: str) -> Config:
-    """Returns a run's configuration, with values changed as for `recipe`.
+    """Returns a run's configuration, also that of RUN@STEP, with values changed as for `recipe`.
 
     Raises:
         ConfigError: the folder holds no run, or a change is not valid.
     """
-    stored = Path(run_dir) / "config.json"
+    stored = run_and_step(run_dir)[0] / "config.json"
     return resolve(str(stored), overrides, {str(stored): lambda: Config.load(stored)})
 
 
@@ -498,9 +496,9 @@ def export(
     """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
 
     Args:
-        path: a run folder, or one of its checkpoints.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
         folder: does not exist yet.
-        step: the checkpoint's step; default: the newest.
+        step: the same as RUN@STEP.
         layout: "hf" for a folder that transformers loads; "safetensors" for the weights alone.
         dtype: of weights that enter matrix products; None: that of the published folder that the
             run began with, else fp32.
@@ -590,11 +588,3 @@ def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterato
                 f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
                 "False, None, or a list of them"
             ) from None
-
-
-def _run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """Returns the run folder that a path is or lies in, and the step that it names."""
-    if (path / "config.json").exists() or not path.name.startswith("step_"):
-        return path, step
-    checkpoint = find_checkpoint(path.absolute(), step)
-    return checkpoint.parent.parent, read_meta(checkpoint).step

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..plugins import run_and_step
 from .errors import ShardError
 from .manifest import (
     SPLITS,
@@ -47,7 +48,9 @@ def data_folder(path: Path) -> Path:
     if (path / UNFINISHED).is_dir():
         raise ShardError(f"{path} is being prepared, and no segment is sealed yet: try again later")
     try:
-        directory = json.loads((path / _CONFIG_FILE).read_bytes())["data"]["directory"]
+        directory = json.loads((run_and_step(path)[0] / _CONFIG_FILE).read_bytes())["data"][
+            "directory"
+        ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         directory = ""
     if directory and isinstance(directory, str):

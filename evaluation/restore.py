@@ -1,13 +1,15 @@
 """Restores a trained model from a run folder, on any number of ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.tokenizers.hub import open_tokenizer
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
-from ..distributed.checkpoint.format import find_checkpoint
+from ..distributed.checkpoint.format import CheckpointError, find_checkpoint, read_meta
 from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
@@ -15,8 +17,9 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..plugins import runs_near
+from ..plugins import run_and_step
 from ..train.config.run_config import Config, ConfigError
+from ..train.config.validation import validated
 from ..train.state import model_tensors
 
 
@@ -27,6 +30,7 @@ class Restored:
     model: Transformer
     config: Config
     step: int
+    checkpoint: Path = Path()
 
 
 def restore(
@@ -40,7 +44,7 @@ def restore(
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, RUN@STEP, or a checkpoint's folder.
         process: this rank.
         step: of the checkpoint; None: the newest.
         depth_steps: total number of layer applications, for a model that shares layers; None: as
@@ -51,10 +55,8 @@ def restore(
         ValueError: the run or the checkpoint does not exist, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
-    config_file = run_dir / "config.json"
-    if not config_file.exists():
-        raise ConfigError(f"{run_dir}: is not a run folder (no config.json){runs_near(run_dir)}")
-    config = Config.load(config_file)
+    checkpoint = find_checkpoint(run_dir, step)
+    config = config_of(checkpoint)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))
     if depth_steps is not None:
@@ -69,12 +71,26 @@ def restore(
         device=process.device,
         stored=stored_dtype(config.train.precision),
     )
-    path = find_checkpoint(run_dir, step)
-    meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
+    meta = load(checkpoint, *model_tensors(model), mesh=mesh, allow_unexpected=True)
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
-    return Restored(model.eval(), config, meta["progress"]["step"])
+    return Restored(model.eval(), config, meta["progress"]["step"], checkpoint)
+
+
+def config_of(checkpoint: Path) -> Config:
+    """Returns the configuration of a checkpoint's run; outside of a run, the checkpoint's own."""
+    file = run_and_step(checkpoint)[0] / "config.json"
+    if file.exists():
+        return Config.load(file)
+    return stored_config(checkpoint, read_meta(checkpoint).meta)
+
+
+def stored_config(checkpoint: Path, meta: Mapping[str, Any]) -> Config:
+    """Returns the configuration in a checkpoint's own meta."""
+    if not {"config", "progress"} <= meta.keys():
+        raise CheckpointError(f"{checkpoint}: lacks configuration or progress, so no run wrote it")
+    return validated(Config, meta["config"], origin=f"{checkpoint}/meta.json")
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...plugins import runs_near
+from ...plugins import run_and_step, runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
 from ..console import print_message
 
@@ -64,6 +64,7 @@ def _add_status(commands: Commands) -> None:
 def _status(options: argparse.Namespace) -> int:
     from ...cluster.job import JOURNAL
 
+    options.folders = [run_and_step(folder)[0] for folder in options.folders]
     if len(options.folders) == 1 and (options.folders[0] / JOURNAL).is_file():
         return _show_one(options.folders[0], as_json=options.json)
     return _list_runs(options)
@@ -145,8 +146,9 @@ def _watch(options: argparse.Namespace) -> int:
     from ...cluster.report.run_report import read_report
 
     console = Console()
-    follow(options.run_dir, console=console)
-    report = read_report(options.run_dir)
+    run_dir, _ = run_and_step(options.run_dir)
+    follow(run_dir, console=console)
+    report = read_report(run_dir)
     _print_report(report, console)
     return report.status.exit_code
 
@@ -190,14 +192,15 @@ def _logs(options: argparse.Namespace) -> int:
         as_text = LogLine.as_json
     elif sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         as_text = LogLine.coloured
+    run_dir, _ = run_and_step(options.run_dir)
     lines = follow_logs(
-        options.run_dir,
+        run_dir,
         rank=options.rank,
         generation=options.generation,
         tail=options.tail,
         follow=options.follow,
     )
-    if skipped := skipped_logs(options.run_dir):
+    if skipped := skipped_logs(run_dir):
         print(skipped, file=sys.stderr)
     for line in lines:
         print(as_text(line), flush=options.follow)

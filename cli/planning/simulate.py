@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import LOCAL, by_collectives
+from ...plugins import run_and_step
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 from ..console import print_message
 
@@ -28,7 +29,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "name",
         metavar="MODEL",
-        help="a recipe or a FILE.toml (fresh weights), or a run folder (trained ones)",
+        help="a recipe or a FILE.toml (fresh weights), or a run (trained ones), also RUN@STEP",
     )
     add_overrides(parser)
     _add_rank_arguments(parser)
@@ -108,7 +109,8 @@ def _source(options: argparse.Namespace) -> "CallSource":
     from ...train.recipes.smoke import RECIPES
 
     run_dir, size = Path(options.name), (options.tokens_per_rank, options.steps)
-    if not run_dir.is_dir():
+    run, _ = run_and_step(run_dir)
+    if not run.is_dir():
         config = resolve(options.name, options.overrides, RECIPES)
         return CallSource(options.name, config, None, *size)
     if options.overrides:
@@ -118,5 +120,5 @@ def _source(options: argparse.Namespace) -> "CallSource":
         )
     with start_process("cpu") as process:
         restored = restore(run_dir, process)
-    title, maps = f"{run_dir.name}, step {restored.step}", expert_maps_of(run_dir, restored.step)
+    title, maps = f"{run.name}, step {restored.step}", expert_maps_of(restored.checkpoint)
     return CallSource(title, restored.config, restored.model, *size, maps)

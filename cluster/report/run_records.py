@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...plugins import run_and_step
 from ..job import JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from ..stop import stop as _stop
 from .history import END_BYTES
@@ -96,17 +97,24 @@ class RunHistory:
 
 
 def history(run_dir: str | PathLike[str]) -> RunHistory:
-    """Returns the reader of a run's records; a folder without any has an empty history."""
-    return RunHistory(Path(run_dir))
+    """Returns the reader of a run's records; a folder without any has an empty history.
+
+    Args:
+        run_dir: of the run, or one of its checkpoints (RUN@STEP, or its folder).
+    """
+    return RunHistory(run_and_step(run_dir)[0])
 
 
 def status(run_dir: str | PathLike[str]) -> JobStatus:
     """Returns how a run is: its state, step and loss, and why it ended.
 
+    Args:
+        run_dir: as for `history`.
+
     Raises:
         JobError: there is no run in this folder.
     """
-    return read_status(Path(run_dir))
+    return read_status(run_and_step(run_dir)[0])
 
 
 def stop(run_dir: str | PathLike[str], *, now: bool = False) -> JobStatus:
