@@ -8,14 +8,13 @@ command; its value is a function that takes the remaining words and returns the 
 """
 
 import argparse
-import errno
 import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
-from ..plugins import nearest
+from ..plugins import bad_path, nearest
 from ..train.record.process_log import print_in_any_encoding
 from .console import print_message
 from .data import checkpoints, folders, prepare
@@ -65,9 +64,6 @@ ALIASES = {
     "sweep": "compare RECIPE --sweep section.key=A,B,…",
 }
 
-# Errors for a path that the system refuses: too long, a circle of links, below a file, or not permitted.
-NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
-
 # Objects that Python creates between two garbage collections. Its default of 700 costs a fifth of the time of
 # importing torch, and finds nothing.
 _GARBAGE_AFTER = 50_000
@@ -91,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        if error.errno not in NO_PATHS or error.filename is None:
+        if not (problem := bad_path(error)):
             raise
-        print_message("error", f"{error.filename}: {error.strerror}; name another path")
+        print_message("error", problem)
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -166,6 +166,10 @@ class JobStatus:
     ended_at: float | None = None
     source: str | None = None  # what the run started from, in words; None: drawn weights
 
+    def __fspath__(self) -> str:
+        """Returns the run folder, so that a status can be given where a run is."""
+        return str(self.run_dir)
+
     @property
     def exit_code(self) -> int:
         """Returns the exit code of a command that watches the job.

@@ -110,7 +110,7 @@ logs nothere                                    | they would be in logs/g001/nod
 stop minne                                      | minne: there is no such folder; did you mean runs/mine?
 watch runs                                      | (it has no journal.jsonl); runs here: runs/mine
 scale runs/mein 4                               | runs/mein: there is no such folder; did you mean runs/mine?
-eval nothere                                    | nothere: is not a run folder (no config.json); runs here: runs/mine
+eval nothere                                    | nothere: there is no such folder; runs here: runs/mine
 ckpt ls mine                                    | has no checkpoint (a run's are in mine/checkpoints); did you mean runs/mine?
 ckpt export mine --out out                      | did you mean runs/mine?
 eval nothere --prompt hello --tokens -3         | num_tokens=-3 must be at least 1

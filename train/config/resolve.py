@@ -5,7 +5,7 @@ moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 
 import os.path
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,9 +19,19 @@ from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import PluginError, check_call, import_own, is_own, nearest, runs_near, some_of
+from ...plugins import (
+    PluginError,
+    check_call,
+    import_own,
+    is_own,
+    nearest,
+    run_and_step,
+    runs_near,
+    some_of,
+)
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
+from .reference import toml_value
 from .run_config import Config
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
@@ -216,6 +226,8 @@ def _what_takes(path: Path) -> str:
             f"is a run, not a recipe; `moebius resume {path}` continues it, `moebius eval {path}` "
             f"measures it, and {path}/config.json is its configuration"
         )
+    if path.is_dir() and run_and_step(path)[1] is not None:
+        return f"is a checkpoint, not a recipe; --from {path} starts a run from its weights"
     if path.is_dir():
         return (
             "is a folder without a run, not a recipe; for prepared data write "
@@ -279,6 +291,31 @@ def _built_with(
         values["train"].pop("steps", None)  # follows from the tokens
     _choose_optim(values, before, {*keys, *said})
     return validated(Config, values, origin=origin)
+
+
+def as_overrides(values: Mapping[str, object], *given: str | Sequence[str]) -> list[str]:
+    """Returns keywords of Python as overrides (`section.key=value`), then the given ones or lists of them.
+
+    Raises:
+        ConfigError: a keyword's value is none that a configuration can have.
+    """
+    words = [word for each in given for word in ([each] if isinstance(each, str) else each)]
+    return [*_as_overrides(values), *words]
+
+
+def _as_overrides(values: Mapping[str, object], section: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        key = section + name.replace("__", ".")
+        if isinstance(value, Mapping):
+            yield from _as_overrides(value, f"{key}.")
+            continue
+        try:
+            yield f"{key}={toml_value(value)}"
+        except TypeError:
+            raise ConfigError(
+                f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
+                "False, None, or a list of them"
+            ) from None
 
 
 def resolve_prepare(

@@ -7,6 +7,7 @@ form.
 
 import json
 from collections.abc import Collection
+from os import PathLike
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +29,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import runs_near
+from ...plugins import checked, runs_near
 from ..optim import OPTIMIZER, OptimConfig
 from ..record.untrusted import MAX_BYTES, open_regular
 from .errors import ConfigError
@@ -292,17 +293,22 @@ class Config(BaseModel):
         multiple = " or a multiple" if self.mesh.dp_replicate is None else ""
         return f". {needed} ranks{multiple} fit: set {keys}"
 
-    def save(self, path: Path) -> None:
+    @checked
+    def save(self, path: str | PathLike[str]) -> None:
         """Writes the resolved configuration as JSON."""
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8"
+        )
 
     @classmethod
-    def load(cls, path: Path) -> "Config":
+    @checked
+    def load(cls, path: str | PathLike[str]) -> "Config":
         """Reads a configuration written by `save`.
 
         Raises:
             ConfigError: it cannot be read, or is not a configuration.
         """
+        path = Path(path)
         try:
             with open_regular(path) as file:
                 values = json.loads(file.read(MAX_BYTES))
