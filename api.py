@@ -445,7 +445,7 @@ def fit(
         TrainingFailed: the run failed; the message is the root cause.
     """
     config, run_dir, source = _placed(config, run_dir)
-    console = Console(quiet=not show)
+    console = _console(show)
     with telling(run_dir, on_record):
         return _ended(train_here(config, run_dir, source=source, console=console))
 
@@ -474,7 +474,7 @@ def submit(
         TrainingFailed: the run failed; the message is the root cause.
     """
     config, run_dir, source = _placed(config, run_dir)
-    console = Console(quiet=not show)
+    console = _console(show)
     given = {"address": address, "detach": detach, "source": source, "console": console}
     return _ended(submitting.submit(config, run_dir, **given))
 
@@ -505,7 +505,7 @@ def resume(
     print_in_any_encoding()
     config, run_dir = load_config(run_dir, *overrides), Path(run_dir)
     with telling(run_dir, on_record):
-        return _ended(submitting.resume(config, run_dir, console=Console(quiet=not show)))
+        return _ended(submitting.resume(config, run_dir, console=_console(show)))
 
 
 @checked
@@ -566,6 +566,13 @@ def _placed(
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
     return config, run_dir, source
+
+
+def _console(show: bool) -> Console:
+    found = Console(quiet=not show)
+    if found.is_terminal or found.is_jupyter:
+        return found
+    return Console(quiet=not show, width=10_000, soft_wrap=True)  # a pipe has nothing to fit into
 
 
 def _ended(status: JobStatus) -> JobStatus:

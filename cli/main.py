@@ -101,6 +101,8 @@ def _run(words: list[str]) -> int:
     parser = build_parser()
     is_elsewhere = words and words[0][:1] != "-" and words[0] not in command_names(parser)
     if is_elsewhere and (command := _find_elsewhere(words[0])):
+        if not sys.stdout.isatty():
+            os.environ.setdefault("COLUMNS", "10000")  # no line of a table wraps in a pipe
         return command(words[1:])
     if not words:
         parser.print_help()

@@ -10,6 +10,7 @@ from ..arguments import (
     add_overrides,
     resolve_config,
 )
+from ..console import console
 
 
 def add_commands(commands: Commands) -> None:
@@ -40,11 +41,9 @@ def _add_ls(actions: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from .checkpoint_report import list_table
 
-    Console().print(list_table(options.path))
+    console().print(list_table(options.path))
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...plugins import run_and_step
 from ..arguments import Commands, add_command
+from ..console import console
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -50,11 +51,10 @@ def add_peek(actions: Commands) -> None:
 
 
 def _peek(options: argparse.Namespace) -> int:
-    from rich.console import Console
 
-    console = Console()
+    screen = console()
     for line in _lines(_rows(options)):
-        console.print(line, soft_wrap=True, highlight=False)
+        screen.print(line, soft_wrap=True, highlight=False)
     return 0
 
 

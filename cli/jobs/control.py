@@ -15,6 +15,7 @@ from ..arguments import (
     allow_unauthenticated,
     resolve_config,
 )
+from ..console import console
 
 if TYPE_CHECKING:
     from ...train.config.run_config import Config
@@ -109,7 +110,7 @@ def _train(options: argparse.Namespace) -> int:
     from ...cluster.local import train_here
 
     config, run_dir, source = _resolve(options)
-    return train_here(config, run_dir, source=source).exit_code
+    return train_here(config, run_dir, source=source, console=console()).exit_code
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -117,9 +118,8 @@ def _submit(options: argparse.Namespace) -> int:
     from ...cluster.submit import submit
 
     config, run_dir, source = _resolve(options)
-    return submit(
-        config, run_dir, address=options.address, detach=options.detach, source=source
-    ).exit_code
+    place = {"address": options.address, "detach": options.detach, "console": console()}
+    return submit(config, run_dir, source=source, **place).exit_code
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -130,7 +130,8 @@ def _resume(options: argparse.Namespace) -> int:
     run_dir = options.run_dir
     read_status(run_dir)  # raises JobError where there is no job
     config = resolve_config(str(run_dir / "config.json"), options.overrides)
-    return resume(config, run_dir, address=options.address, detach=options.detach).exit_code
+    place = {"address": options.address, "detach": options.detach, "console": console()}
+    return resume(config, run_dir, **place).exit_code
 
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]":
@@ -213,12 +214,10 @@ def _add_stop(commands: Commands) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...cluster.report.summary import closing_words
     from ...cluster.stop import stop
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
 
-    Console().print(closing_words(status), crop=False)
+    console().print(closing_words(status))
     return 0

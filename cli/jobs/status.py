@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 
 from ...plugins import run_and_step, runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
-from ..console import print_message
+from ..console import console, print_message
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ...cluster.report.run_report import RunReport
 
-_WIDTH_OF_A_PIPE = 10_000  # a pipe has no width to fit into
 EXIT_CODES = (
     "exit code: 0 if the run is going on or ended well, 75 if it was PREEMPTED, 1 if it FAILED "
     "or is LOST, 2 if there is no such run"
@@ -71,27 +68,23 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _show_one(run_dir: Path, *, as_json: bool) -> int:
-    from rich.console import Console
-
     from ...cluster.report.run_report import read_report
 
     report = read_report(run_dir)
     if as_json:
         print(json.dumps(report.record(), ensure_ascii=False))
     else:
-        _print_report(report, Console())
+        _print_report(report)
     return report.status.exit_code
 
 
-def _print_report(report: "RunReport", console: "Console") -> None:
+def _print_report(report: "RunReport") -> None:
     from ...cluster.report.summary import closing_words
 
-    console.print(closing_words(report.status, story=report.story()), crop=False)
+    console().print(closing_words(report.status, story=report.story()))
 
 
 def _list_runs(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...cluster.job import JOURNAL, JobError
     from ...cluster.report.run_report import find_runs, is_recent, read_reports, run_table
 
@@ -111,16 +104,14 @@ def _list_runs(options: argparse.Namespace) -> int:
         for report in shown:
             print(json.dumps(report.record(), ensure_ascii=False))
         return 0
-    console = Console()
-    if not (console.is_terminal or "COLUMNS" in os.environ):
-        console = Console(width=_WIDTH_OF_A_PIPE)
+    screen = console()
     root = options.folders[0].absolute()
     if shown:
-        console.print(run_table(shown, root))
+        screen.print(run_table(shown, root))
     if hidden := len(reports) - len(shown):
-        console.print(f"{hidden} more ended over a week ago; --all shows them", highlight=False)
+        screen.print(f"{hidden} more ended over a week ago; --all shows them", highlight=False)
     elif not shown:
-        console.print(f"no runs under {root}", highlight=False, markup=False, soft_wrap=True)
+        screen.print(f"no runs under {root}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -140,16 +131,13 @@ def _add_watch(commands: Commands) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...cluster.report.live import follow
     from ...cluster.report.run_report import read_report
 
-    console = Console()
     run_dir, _ = run_and_step(options.run_dir)
-    follow(run_dir, console=console)
+    follow(run_dir, console=console())
     report = read_report(run_dir)
-    _print_report(report, console)
+    _print_report(report)
     return report.status.exit_code
 
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_overrides
+from ..console import console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,8 +51,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _config(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...train.config.reference import commented
     from ...train.config.resolve import resolve
     from ...train.config.run_config import Config
@@ -60,14 +59,14 @@ def _config(options: argparse.Namespace) -> int:
 
     name = options.name or ""
     if found := _search(" ".join([name, *options.overrides]), RECIPES):
-        Console(highlight=False).print(found)
+        console().print(found, highlight=False)
         return 0
     if name and name.partition(".")[0] not in Config.model_fields:
         config = resolve(name, options.overrides, RECIPES)
         if options.unlooped:
             config = partner_of(config, options.unlooped)
         if options.diff:
-            Console().print(_differences(config))
+            console().print(_differences(config))
         else:
             print(commented(config), end="")
         return 0
@@ -76,7 +75,7 @@ def _config(options: argparse.Namespace) -> int:
             f"moebius config {name}: overrides and options belong to a recipe or a TOML file, "
             "for example moebius config smoke --diff"
         )
-    Console(highlight=False).print(_look_up(name) if name else _sections())
+    console().print(_look_up(name) if name else _sections(), highlight=False)
     return 0
 
 

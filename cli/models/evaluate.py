@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_checkpoint_argument, add_command
+from ..console import console
 
 if TYPE_CHECKING:
     from ...evaluation.restore import Restored
@@ -196,8 +197,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _over_loops(options: argparse.Namespace) -> int:
     """Measures the loss, or the tasks, with every number of loops."""
-    from rich.console import Console
-
     from ...evaluation.over_loops import draw, measure_over_loops, table_of
 
     for name in ("prompt", "score", "json", "per_item"):
@@ -208,17 +207,15 @@ def _over_loops(options: argparse.Namespace) -> int:
             )
     scores = None if options.tasks is None else partial(_scores, options)
     found = measure_over_loops(options.path, options.loops, step=options.step, scores=scores)
-    console = Console()
-    console.print(table_of(found))
-    console.print(f"picture: {draw(found, options.path)}", soft_wrap=True, highlight=False)
+    screen = console()
+    screen.print(table_of(found))
+    screen.print(f"picture: {draw(found, options.path)}", soft_wrap=True, highlight=False)
     return 0
 
 
 def _tasks(options: argparse.Namespace) -> int:
     """Scores the model on tasks; rank 0 prints the report."""
     import json
-
-    from rich.console import Console
 
     from .evaluate_report import plain_report, render_report
 
@@ -228,7 +225,7 @@ def _tasks(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plain_report(report), indent=2))
     else:
-        Console().print(render_report(report))
+        console().print(render_report(report))
     return 0
 
 
@@ -265,12 +262,12 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.progress import Progress
 
     from ...evaluation.perplexity import measure_sliding
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    screen = console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         bar = progress.add_task("tokens", total=None)
         found = measure_sliding(
             options.path,

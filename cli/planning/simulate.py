@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...distributed.dispatch.table import LOCAL, by_collectives
 from ...plugins import run_and_step
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
-from ..console import print_message
+from ..console import console, print_message
 
 if TYPE_CHECKING:
     from ...planning.simulation.calls import CallSource
@@ -61,8 +61,6 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _simulate(options: argparse.Namespace) -> int:
     """Runs `moebius simulate`; returns 1 if the simulation found a violation."""
-    from rich.console import Console
-
     from ...planning.simulation.calls import ranks_of, simulate_all
     from ...planning.simulation.threads import RankFailed
     from ...planning.simulation.traffic_report import render_simulation, traffic_report
@@ -73,7 +71,7 @@ def _simulate(options: argparse.Namespace) -> int:
     ep, per_node = ranks_of(source.config, options.ep, options.ranks_per_node)
     dispatchers = options.dispatcher or [source.config.mesh.dispatcher]
     try:
-        with Console(stderr=True).status("simulating"):
+        with console(stderr=True).status("simulating"):
             simulations = simulate_all(source, ep, per_node, dispatchers)
     except RankFailed as error:
         if not _says_enough(error.__cause__):
@@ -84,7 +82,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        Console().print(render_simulation(report))
+        console().print(render_simulation(report))
     return 1 if report["violations"] else 0
 
 
