@@ -49,6 +49,7 @@ from .model.transformer import Transformer
 from .plugins import checked, run_and_step
 from .train.config.resolve import as_overrides, resolve
 from .train.config.run_config import Config
+from .train.config.run_config import ConfigError as ConfigError
 from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding

@@ -36,6 +36,9 @@ def console(*, stderr: bool = False) -> "Console":
             finally:
                 self._width = before
 
+        def on_broken_pipe(self) -> None:
+            raise
+
     found = WholeWords(stderr=stderr)
     if found.is_terminal:
         return found

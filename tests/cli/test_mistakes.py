@@ -111,7 +111,7 @@ stop minne                                      | minne: there is no such folder
 watch runs                                      | (it has no journal.jsonl); runs here: runs/mine
 scale runs/mein 4                               | runs/mein: there is no such folder; did you mean runs/mine?
 eval nothere                                    | nothere: there is no such folder; runs here: runs/mine
-ckpt ls mine                                    | has no checkpoint (a run's are in mine/checkpoints); did you mean runs/mine?
+ckpt ls mine                                    | there is no such folder; did you mean runs/mine?
 ckpt export mine --out out                      | did you mean runs/mine?
 eval nothere --prompt hello --tokens -3         | num_tokens=-3 must be at least 1
 eval nothere --prompt hello --temperature -1    | temperature=-1.0 must be finite and at least 0
@@ -132,7 +132,7 @@ prepare --input nothere.txt --output out        | 'nothere.txt' does not exist
 prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5' is unknown: give 'bpe', 'bytes',
 data nothere                                    | invalid choice: 'nothere' (choose from 'ls', 'peek', 'verify')
 data verify nothere                             | nothere
-ckpt verify nothere                             | has no checkpoint (a run's are in nothere/checkpoints); runs here: runs/mine
+ckpt verify nothere                             | there is no such folder; runs here: runs/mine
 cluster down                                    | no simulated cluster is up; start one with `moebius cluster up
 models nothere.toml                             | nothere.toml: cannot be read
 submit smoke --detach                           | --detach needs --address

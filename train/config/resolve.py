@@ -194,6 +194,11 @@ def _recipe_values(
     """Returns the plain values of a recipe from the table or of `package.module:function`."""
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
+    if name.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{where}: moebius reads TOML, not YAML: `moebius config RECIPE > mine.toml` writes a file "
+            "to begin with"
+        )
     if os.path.exists(name):  # False for a name that no file can have; Path's raises OSError
         raise ConfigError(f"{where}: {_what_takes(Path(name))}")
     if "/" in name and not is_own(name):
