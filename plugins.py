@@ -109,7 +109,7 @@ def is_function(found: Any) -> bool:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known word closest to `word`; "" if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
     return f"; did you mean {close[0]}?" if close else ""
 
 

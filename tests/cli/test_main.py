@@ -244,7 +244,6 @@ _LONG = "folder-" * 12 + "run"
         ["config", "train.sinks"],
         ["config", "smoke", "--diff"],
         ["models", "smoke", "moeut"],
-        ["status", _LONG],
         ["status", "."],
         ["plan", "smoke", "--nodes", "1"],
     ],

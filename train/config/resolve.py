@@ -4,6 +4,7 @@ moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 """
 
 import os.path
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -35,6 +36,9 @@ from .reference import toml_value
 from .run_config import Config
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
+
+_SHORT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.I)  # 2B tokens, 0.5T
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -443,6 +447,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
     except ValueError as error:  # a number of 5,000 digits
         raise ConfigError(f"override {path}=…: {error}") from None
+    counts = "tokens" in path or path == "train.start_when"
+    if counts and isinstance(value, str) and (short := _SHORT.fullmatch(value)):
+        value = round(float(short[1]) * _UNITS[short[2].upper()])
     try:
         set_value(values, path, value, KINDS)
     except ValueError as error:
