@@ -360,7 +360,7 @@ def test_a_run_is_simulated_as_it_is(tmp_path: Path, moebius: Any) -> None:
     assert result(moebius, run_dir, "--tokens-per-rank", "24", "--ep", "4")["violations"] == []
     change = "model.feed_forward.num_experts=4"
     assert f"remove {change}" in moebius("simulate", run_dir, change).text
-    assert "is not a run folder" in moebius("simulate", tmp_path).text
+    assert "has no checkpoint" in moebius("simulate", tmp_path).text
 
 
 def test_a_violation_is_shown_and_ends_with_1(moebius: Any, monkeypatch: Any) -> None:
