@@ -352,7 +352,7 @@ def checked(function: _Function) -> _Function:
         for name, found in methods.items():
             if inspect.isfunction(found):
                 setattr(function, name, checked(found))
-        return function
+        return cast("_Function", function)
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -401,7 +401,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return is_list and all(_fits(one, parts[0]) for one in value)
     if hint in _NUMBERS:
         return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
-    return (hint is None and value is None) or isinstance(value, origin or hint)
+    kind: Any = origin or hint
+    return value is None if kind is None else isinstance(value, kind)
 
 
 def _words(hint: Any) -> str:

@@ -21,7 +21,7 @@ def console(*, stderr: bool = False) -> "Console":
     from rich.measure import Measurement
 
     class WholeWords(Console):
-        def print(self, *objects: Any, **options: Any) -> None:
+        def print(self, *objects: Any, **options: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             wide = self.options.update(width=_NO_WIDTH)
 
             def measure(shown: Any) -> Measurement:
@@ -29,10 +29,11 @@ def console(*, stderr: bool = False) -> "Console":
 
             for one in objects:
                 _keep_words(one, self.width, measure)
+            options.setdefault("crop", False)
             before = self._width
             self._width = max(self.width, 1, *(measure(one).minimum for one in objects))
             try:
-                super().print(*objects, **({"crop": False} | options))
+                super().print(*objects, **options)
             finally:
                 self._width = before
 
