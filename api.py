@@ -14,14 +14,13 @@ It sits in the top layer beside the command line and does the same with the same
 imports it on first use of one of its names, so `import moebius` alone does not load torch.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -31,34 +30,33 @@ from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
 from .cluster.local import train_here
-from .cluster.report.run_records import RunHistory
-from .cluster.stop import request_stop
+from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
-from .distributed.checkpoint.format import find_checkpoint, read_meta
+from .distributed.checkpoint.format import find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, measure
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.trace import LayerRoutes as LayerRoutes
-from .evaluation.trace import Trace, logits, rows_of, trace
+from .evaluation.trace import Trace, check_tokens, logits, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .export import start as starting
 from .export.start import Start as Start
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
-from .train.config.reference import toml_value
-from .train.config.resolve import resolve
-from .train.config.run_config import Config, ConfigError
+from .plugins import checked, run_and_step
+from .train.config.resolve import as_overrides, resolve
+from .train.config.run_config import Config
+from .train.config.run_config import ConfigError as ConfigError
 from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
 from .train.record.run_folder import count_epochs, place_data, stored_config
 
-OnRecord = Callable[[dict[str, Any]], object]
-_TELL_S = 0.2  # between two looks for new records
+Given = Config | str | PathLike[str]  # a configuration, or its recipe's name
 
 
 class TrainingFailed(RuntimeError):
@@ -73,6 +71,7 @@ class TrainingFailed(RuntimeError):
         self.status = status
 
 
+@checked
 @dataclass(frozen=True)
 class TextTokenizer:
     """Turns text into the model's tokens, and tokens into text."""
@@ -104,10 +103,21 @@ class TextTokenizer:
         return torch.tensor(ids.tolist(), dtype=torch.int64, device=self._device)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """Returns the text of a tensor or list of token ids, without ends of documents."""
-        return self._tokenizer.decode(ids.tolist() if isinstance(ids, Tensor) else ids)
+        """Returns the text of token ids, without ends of documents.
+
+        Args:
+            ids: one dimension, a tensor or a list.
+
+        Raises:
+            ValueError: they are no ids of this tokenizer.
+        """
+        row = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64)
+        if row.ndim != 1 or not all(0 <= id == int(id) < self.vocab_size for id in row.tolist()):
+            raise ValueError(f"decode: give one row of whole numbers below {self.vocab_size}")
+        return self._tokenizer.decode([int(id) for id in row.tolist()])
 
 
+@checked
 @dataclass(frozen=True)
 class LoadedModel:
     """Holds a trained model with its tokenizer, its configuration and its step.
@@ -122,7 +132,11 @@ class LoadedModel:
     tokenizer: TextTokenizer
     config: Config
     step: int
-    run_dir: Path = Path()
+    checkpoint: Path = Path()
+
+    def __fspath__(self) -> str:
+        """Returns the checkpoint's folder, so that the model can be given where a path is."""
+        return str(self.checkpoint)
 
     def generate(
         self,
@@ -199,12 +213,13 @@ class LoadedModel:
             rows: of the run's data (`rows`), or your own int64 tokens (B, S + 1).
         """
         if isinstance(rows, Tensor):
+            check_tokens(rows, self.model, at_least=2)
             rows = rows_of(rows.to(self.model.embedding.device))
         return trace(self._restored, rows)
 
     @property
     def _restored(self) -> Restored:
-        return Restored(self.model, self.config, self.step, self.run_dir)
+        return Restored(self.model, self.config, self.step, self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -223,7 +238,10 @@ class Size:
         return self.flops.training * self.tokens
 
 
-def recipe(name: str | Config, /, *overrides: str, **values: object) -> Config:
+@checked
+def recipe(
+    name: str | PathLike[str] | Config, /, *overrides: str | Sequence[str], **values: object
+) -> Config:
     """Returns the configuration of a recipe, a TOML file or another configuration, with values changed.
 
     Name a value with its sections: as on the command line, joined by two underscores, or by a
@@ -236,24 +254,25 @@ def recipe(name: str | Config, /, *overrides: str, **values: object) -> Config:
     Args:
         name: a name from `moebius models`, a path that ends in .toml, your own function that
             returns a Config, as "package.module:function", or a Config.
-        overrides: `section.key=value` with TOML values; they win over `values`.
+        overrides: `section.key=value` with TOML values, or lists of them; they win over `values`.
         values: as above; None means `none` on the command line.
 
     Raises:
         ConfigError: no such recipe, an unknown key, or conflicting values.
     """
-    changes = [*_as_arguments(values), *overrides]
+    changes = as_overrides(values, *overrides)
     if isinstance(name, Config):
         return resolve("Config.json", changes, {"Config.json": lambda: name})
-    return resolve(name, changes, RECIPES)
+    return resolve(os.fspath(name), changes, RECIPES)
 
 
+@checked
 def start_from(
     source: str | PathLike[str],
-    name: str | None = None,
+    name: str | PathLike[str] | None = None,
     /,
-    *overrides: str,
-    draw_anew: Sequence[str] = (),
+    *overrides: str | Sequence[str],
+    draw_anew: str | Sequence[str] = (),
     family: str | None = None,
     **values: object,
 ) -> Start:
@@ -265,8 +284,8 @@ def start_from(
     It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
 
     Args:
-        source: a run (its newest checkpoint), a checkpoint, a folder of published weights, or
-            "hf://org/name@revision"; "RUN@STEP" branches off there with all of the run's state.
+        source: a run (its newest checkpoint), a checkpoint, a loaded model, a folder of published
+            weights, or "hf://org/name@revision"; "RUN@STEP" branches off there with all of the run's state.
         name: as for `recipe`, for everything but the model; None: the run's own configuration, or
             of a folder the recipe with its sizes, at a tenth of the rate.
         overrides: as for `recipe`; those of the model may change no parameter that is loaded.
@@ -278,12 +297,17 @@ def start_from(
         ConfigError: there is no such source, or the configuration does not fit its weights.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    changes = [*_as_arguments(values), *overrides]
-    return starting.start_from(str(source), name, changes, draw_anew=draw_anew, family=family)
+    changes, drawn = as_overrides(values, *overrides), [*as_overrides({}, draw_anew)]
+    name = None if name is None else os.fspath(name)
+    if name is not None and "=" in name:  # no recipe but a change
+        name, changes = None, [name, *changes]
+    return starting.start_from(os.fspath(source), name, changes, draw_anew=drawn, family=family)
 
 
-def size_of(config: Config) -> Size:
+@checked
+def size_of(config: Given) -> Size:
     """Counts the parameters, FLOPs and tokens of a run; with train.epochs, of what `prepare` returns."""
+    config = _config(config)
     seq_len = config.data.seq_len
     return Size(
         count_parameters(config.model, seq_len),
@@ -292,18 +316,21 @@ def size_of(config: Config) -> Size:
     )
 
 
-def build(config: Config) -> Transformer:
+@checked
+def build(config: Given) -> Transformer:
     """Returns a configuration's untrained model, whole, in this process, on the CPU.
 
     Its weights are the initial weights of training on any number of ranks; they depend only on
     `train.seed`.
     """
+    config = _config(config)
     model = Transformer(config.model, backend=config.kernels.backend)
     initialise(model, config.train.seed)
     return model
 
 
-def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
+@checked
+def prepare(config: Given, folder: str | PathLike[str] = "runs") -> Config:
     """Prepares a configuration's data and returns it with `data.directory` set.
 
     It keeps prepared data and continues an interrupted preparation. Runs with equal text and
@@ -316,19 +343,20 @@ def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
     Raises:
         ValueError: the text cannot be read.
     """
-    config = place_data(config, Path(folder).absolute())
+    config = place_data(_config(config), Path(folder).absolute())
     prepare_data(config.prepare, config.data.directory)
     return count_epochs(config)
 
 
+@checked
 def load(
     path: str | PathLike[str], *, step: int | None = None, depth_steps: int | None = None
 ) -> LoadedModel:
     """Returns a trained model with all experts in this process, on a GPU if there is one.
 
     Args:
-        path: a run folder, or one of its checkpoints.
-        step: the checkpoint's step; default: the newest.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        step: the same as RUN@STEP.
         depth_steps: total number of applied layers, for a model that shares them; default: as in
             training.
 
@@ -336,13 +364,15 @@ def load(
         ValueError: the run or checkpoint does not exist, or the model cannot have so many depth
             steps.
     """
-    run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
+        restored = restore(Path(path), process, step=step, depth_steps=depth_steps)
     tokenizer = TextTokenizer(partial(tokenizer_of_run, restored), process.device)
-    return LoadedModel(restored.model, tokenizer, restored.config, restored.step, run_dir)
+    return LoadedModel(
+        restored.model, tokenizer, restored.config, restored.step, restored.checkpoint
+    )
 
 
+@checked
 def evaluate(
     path: str | PathLike[str],
     *,
@@ -353,21 +383,21 @@ def evaluate(
     """Returns a checkpoint's loss over a split of its data: `.result.loss`, nats per token.
 
     Args:
-        path: a run folder, or one of its checkpoints.
-        step: the checkpoint's step; default: the newest.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        step: the same as RUN@STEP.
         split: train or validation.
         max_rows: maximum number of rows, evenly spaced over the split; 0: all.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
-    run_dir, step = _run_of(Path(path), step)
-    return measure(run_dir, step=step, split=split, max_rows=max_rows)
+    return measure(Path(path), step=step, split=split, max_rows=max_rows)
 
 
+@checked
 def score_tasks(
     path: str | PathLike[str],
-    tasks: Sequence[str],
+    tasks: str | Sequence[str],
     data: str | PathLike[str],
     *,
     step: int | None = None,
@@ -376,25 +406,29 @@ def score_tasks(
     """Returns a checkpoint's zero-shot scores on tasks, like `moebius eval --tasks`.
 
     Args:
-        path: a run folder, or one of its checkpoints.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
         tasks: their names; "paper" means the six of MoEUT's paper.
         data: the folder of their files, or "hub".
-        step: the checkpoint's step; default: the newest.
+        step: the same as RUN@STEP.
         limit: maximum number of items per task; default: all.
 
     Raises:
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
     """
-    run_dir, step = _run_of(Path(path), step)
     report = measure_tasks(
-        run_dir, tasks, "hub" if data == "hub" else Path(data), step=step, limit=limit
+        Path(path),
+        tasks.split(",") if isinstance(tasks, str) else tasks,
+        "hub" if data == "hub" else Path(data),
+        step=step,
+        limit=limit,
     )
     assert report is not None, "one process"
     return report
 
 
+@checked
 def fit(
-    config: Config | Start,
+    config: Given | Start,
     run_dir: str | PathLike[str],
     *,
     show: bool = True,
@@ -408,7 +442,7 @@ def fit(
     run folder, unless `data.directory` is set.
 
     Args:
-        config: of the run, or what it starts from (`start_from`).
+        config: of the run, the name of its recipe, or what it starts from (`start_from`).
         run_dir: a new or empty folder, or this run's.
         show: print progress.
         on_record: called with the record of every logged step (`kind` "train") and evaluation
@@ -423,13 +457,14 @@ def fit(
         TrainingFailed: the run failed; the message is the root cause.
     """
     config, run_dir, source = _placed(config, run_dir)
-    console = Console(quiet=not show)
-    with _telling(run_dir, on_record):
+    console = _console(show)
+    with telling(run_dir, on_record):
         return _ended(train_here(config, run_dir, source=source, console=console))
 
 
+@checked
 def submit(
-    config: Config | Start,
+    config: Given | Start,
     run_dir: str | PathLike[str],
     *,
     address: str | None = None,
@@ -439,7 +474,7 @@ def submit(
     """Trains a configuration on a Ray cluster, like `moebius submit`; returns how the run ended.
 
     Args:
-        config: of the run, or what it starts from (`start_from`).
+        config: of the run, the name of its recipe, or what it starts from (`start_from`).
         run_dir: a new or empty folder, or this run's; every node must see it.
         address: host:port of the cluster's head, "auto", or "simulated"; None simulates a cluster.
         detach: return once the job's supervisor runs; needs an address.
@@ -451,14 +486,15 @@ def submit(
         TrainingFailed: the run failed; the message is the root cause.
     """
     config, run_dir, source = _placed(config, run_dir)
-    console = Console(quiet=not show)
+    console = _console(show)
     given = {"address": address, "detach": detach, "source": source, "console": console}
     return _ended(submitting.submit(config, run_dir, **given))
 
 
+@checked
 def resume(
     run_dir: str | PathLike[str],
-    *overrides: str,
+    *overrides: str | Sequence[str],
     show: bool = True,
     on_record: OnRecord | None = None,
 ) -> JobStatus:
@@ -480,20 +516,23 @@ def resume(
     """
     print_in_any_encoding()
     config, run_dir = load_config(run_dir, *overrides), Path(run_dir)
-    with _telling(run_dir, on_record):
-        return _ended(submitting.resume(config, run_dir, console=Console(quiet=not show)))
+    with telling(run_dir, on_record):
+        return _ended(submitting.resume(config, run_dir, console=_console(show)))
 
 
-def load_config(run_dir: str | PathLike[str], *overrides: str) -> Config:
-    """Returns a run's configuration, with values changed as for `recipe`.
+@checked
+def load_config(run_dir: str | PathLike[str], *overrides: str | Sequence[str]) -> Config:
+    """Returns a run's configuration, also that of RUN@STEP, with values changed as for `recipe`.
 
     Raises:
         ConfigError: the folder holds no run, or a change is not valid.
     """
-    stored = Path(run_dir) / "config.json"
-    return resolve(str(stored), overrides, {str(stored): lambda: stored_config(stored.parent)})
+    stored = run_and_step(run_dir)[0] / "config.json"
+    recipes = {str(stored): lambda: stored_config(stored.parent)}
+    return resolve(str(stored), as_overrides({}, *overrides), recipes)
 
 
+@checked
 def export(
     path: str | PathLike[str],
     folder: str | PathLike[str],
@@ -506,9 +545,9 @@ def export(
     """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
 
     Args:
-        path: a run folder, or one of its checkpoints.
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
         folder: does not exist yet.
-        step: the checkpoint's step; default: the newest.
+        step: the same as RUN@STEP.
         layout: "hf" for a folder that transformers loads; "safetensors" for the weights alone.
         dtype: of weights that enter matrix products; None: that of the published folder that the
             run began with, else fp32.
@@ -528,64 +567,23 @@ def export(
 
 
 def _placed(
-    config: Config | Start, run_dir: str | PathLike[str]
+    config: Given | Start, run_dir: str | PathLike[str]
 ) -> tuple[Config, Path, Source | None]:
     """Returns a checked configuration whose data lie beside the run folder, that folder, and the source."""
     print_in_any_encoding()
-    source = None
-    if isinstance(config, Start):
-        config, source = config.config, config.source
+    source = config.source if isinstance(config, Start) else None
+    config = config.config if isinstance(config, Start) else _config(config)
     run_dir = Path(run_dir).absolute()
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
     return config, run_dir, source
 
 
-@contextlib.contextmanager
-def _telling(run_dir: Path, on_record: OnRecord | None) -> Iterator[None]:
-    """Calls a function with the run's new records, in a thread; raises its error at the end."""
-    if on_record is None:
-        yield
-        return
-    history, ended, errors = RunHistory(run_dir), threading.Event(), list[Exception]()
-    for _ in history.new_records():
-        pass  # of earlier submissions
-
-    def tell() -> None:
-        is_last = False
-        while not is_last:
-            is_last = ended.wait(_TELL_S)
-            for record in history.new_records():
-                if record["kind"] in ("train", "eval") and _is_true(on_record(record)):
-                    request_stop(run_dir)
-
-    def tell_and_stop() -> None:
-        try:
-            tell()
-        except Exception as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-            request_stop(run_dir)
-
-    thread = threading.Thread(target=tell_and_stop, name="on_record", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _is_true(answer: object) -> bool:
-    """Returns the truth of what `on_record` returned: None and the falses of numpy and torch are false."""
-    try:
-        return bool(answer)
-    except Exception as error:
-        raise TypeError(
-            f"on_record returned {answer!r:.100}, a {type(answer).__name__}, which is neither true nor "
-            f"false ({error}): return True to end the run, for example with .all() or .any()"
-        ) from error
+def _console(show: bool) -> Console:
+    found = Console(quiet=not show)
+    if found.is_terminal or found.is_jupyter:
+        return found
+    return Console(quiet=not show, width=10_000, soft_wrap=True)  # a pipe has nothing to fit into
 
 
 def _ended(status: JobStatus) -> JobStatus:
@@ -595,25 +593,6 @@ def _ended(status: JobStatus) -> JobStatus:
     return status
 
 
-def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterator[str]:
-    """Yields overrides in the command line's form, `section.key=value` with TOML values."""
-    for name, value in overrides.items():
-        key = section + name.replace("__", ".")
-        if isinstance(value, Mapping):
-            yield from _as_arguments(value, f"{key}.")
-            continue
-        try:
-            yield f"{key}={toml_value(value)}"
-        except TypeError:
-            raise ConfigError(
-                f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
-                "False, None, or a list of them"
-            ) from None
-
-
-def _run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """Returns the run folder that a path is or lies in, and the step that it names."""
-    if (path / "config.json").exists() or not path.name.startswith("step_"):
-        return path, step
-    checkpoint = find_checkpoint(path.absolute(), step)
-    return checkpoint.parent.parent, read_meta(checkpoint).step
+def _config(given: Given) -> Config:
+    """Returns a configuration, also by its recipe's name."""
+    return given if isinstance(given, Config) else recipe(given)

@@ -106,6 +106,19 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
 
 
+def add_checkpoint_argument(
+    parser: argparse.ArgumentParser,
+    default: str = "default: its newest checkpoint",
+    *,
+    steps: bool = True,
+) -> None:
+    """Declares a checkpoint by its name, with its step apart if `steps`."""
+    text = f"a run, RUN@STEP, or the folder of a checkpoint; {default}"
+    parser.add_argument("path", type=Path, metavar="RUN[@STEP]|CHECKPOINT", help=text)
+    if steps:
+        parser.add_argument("--step", type=int, metavar="N", help="the same as RUN@N")
+
+
 def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
     """Declares the option that allows a cluster without a token."""
     parser.add_argument(

@@ -13,10 +13,10 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
-from ..plugins import nearest
+from ..plugins import bad_path, nearest
 from ..train.record.process_log import print_in_any_encoding
 from ..train.record.untrusted import escaped
 from .console import print_message
@@ -64,12 +64,19 @@ ALIASES = {
     "list": "status or models",
     "ls": "status or models",
     "recipes": "models",
+    "chat": "eval RUN --prompt TEXT",
+    "infer": "eval RUN --prompt TEXT",
+    "inference": "eval RUN --prompt TEXT",
+    "serve": "ckpt export, for vLLM and others to serve",
+    "finetune": "train --from RUN or --from hf://org/name",
+    "pretrain": "train",
+    "test": "eval",
+    "convert": "ckpt export or ckpt import",
+    "init": "config RECIPE > mine.toml",
     "sweep": "compare RECIPE --sweep section.key=A,B,…",
 }
 
-# Errors for a path that the system refuses: too long, a circle of links, below a file, or not permitted.
-NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
-
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Objects that Python creates between two garbage collections. Its default of 700 costs a fifth of the time of
 # importing torch, and finds nothing.
 _GARBAGE_AFTER = 50_000
@@ -81,32 +88,64 @@ def main(arguments: Sequence[str] | None = None) -> None:
     The exit code is 0 on success, 1 if a job failed, and 2 if the request cannot be carried out.
     """
     gc.set_threshold(_GARBAGE_AFTER)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None after `>&-`
     print_in_any_encoding()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _run(words)
-        sys.stdout.flush()  # while a closed pipe is still handled
+        try:
+            code = _run(words)
+        except SystemExit as end:  # after --help, or a wrong option
+            code = end.code
+        sys.stdout.flush()  # while a closed pipe or a full disk is still handled
     except ValueError as error:  # a user's mistake; the message says what to do
         print_message("error", str(error))
         code = 2
     except BrokenPipeError:  # `moebius logs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _output_fails()
         code = 0
     except OSError as error:
-        if error.errno not in NO_PATHS or error.filename is None:
+        code, problem = 2, bad_path(error)
+        if not problem and (error.errno in _FULL or _output_fails()):
+            _output_fails()
+            code, problem = 1, f"the output cannot be written: {error.strerror}"
+        if not problem:
             raise
-        print_message("error", f"{error.filename}: {error.strerror}; name another path")
-        code = 2
+        print_message("error", problem)
     except KeyboardInterrupt:
         code = 130
     raise SystemExit(code)
 
 
+def _output_fails() -> bool:
+    """Returns whether standard output takes no more; if so, Python writes no rest to it at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows help and errors, and hides no error of writing them, as argparse does."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            (file or sys.stderr).write(message)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escaped(message))
+
+
 def _run(words: list[str]) -> int:
     """Runs a command line and returns its exit code."""
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     parser = build_parser()
     is_elsewhere = words and words[0][:1] != "-" and words[0] not in command_names(parser)
     if is_elsewhere and (command := _find_elsewhere(words[0])):
+        if words == sys.argv[1:] and not sys.stdout.isatty():
+            os.environ.setdefault("COLUMNS", "10000")  # no line of a table wraps in a pipe
         return command(words[1:])
     if not words:
         parser.print_help()
@@ -139,7 +178,7 @@ def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
         folder = package.removeprefix("moebius-")
         raise ValueError(
             f"moebius {name} is a command of the package {package}, which is not installed: run "
-            f"pip install ./{folder} in a checkout of moebius"
+            f"pip install ./satellites/{folder} in a checkout of moebius"
         )
     return None
 
@@ -202,11 +241,6 @@ def _hint_for(rest: Sequence[str]) -> str:
     hint = suggest(name, (key for key, _ in known_keys(Config))) if name else ""
     keys = " Keys are written section.key=value, without dashes" if hint.endswith("?") else ""
     return hint + keys
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        super().error(escaped(message))
 
 
 def build_parser() -> argparse.ArgumentParser:

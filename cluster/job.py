@@ -169,6 +169,10 @@ class JobStatus:
     source: str | None = None  # what the run started from, in words; None: drawn weights
     gaps: tuple[str, ...] = ()  # in metrics.jsonl and the sinks, in words
 
+    def __fspath__(self) -> str:
+        """Returns the run folder, so that a status can be given where a run is."""
+        return str(self.run_dir)
+
     @property
     def exit_code(self) -> int:
         """Returns the exit code of a command that watches the job.

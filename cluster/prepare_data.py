@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
@@ -24,6 +25,9 @@ from ..data_pipeline.prepare_config import PrepareConfig
 from ..train.config.resize import CONFIG_VARIABLE
 from .nodes import processes
 from .report.data_progress import COMPLETE, EXIT_FAILED, FAILED, ProgressLog
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LOWEST_PRIORITY = 19
 
@@ -75,16 +79,19 @@ def _pool(options: argparse.Namespace) -> Iterator[TaskPool]:
 
 
 def prepare_on_cluster(
-    config: PrepareConfig, directory: str | Path, *, address: str, on_poison: OnPoison = "auto"
+    config: PrepareConfig,
+    directory: str | Path,
+    *,
+    address: str,
+    on_poison: OnPoison = "auto",
+    console: "Console",
 ) -> DatasetManifest:
     """Prepares a folder with Ray tasks and shows the progress, for `moebius prepare --address`."""
-    from rich.console import Console
-
     from .places.standing import cluster_at
     from .ray_tasks import RayPool
     from .report.live import show_preparation
 
-    with cluster_at(address), RayPool() as pool, show_preparation(Console()) as on_progress:
+    with cluster_at(address), RayPool() as pool, show_preparation(console) as on_progress:
         return prepare(config, directory, pool=pool, on_progress=on_progress, on_poison=on_poison)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..plugins import run_and_step
 from .errors import ShardError
 from .files import read_regular
 from .manifest import (
@@ -48,7 +49,8 @@ def data_folder(path: Path) -> Path:
     if (path / UNFINISHED).is_dir():
         raise ShardError(f"{path} is being prepared, and no segment is sealed yet: try again later")
     try:
-        directory = json.loads(read_regular(path / _CONFIG_FILE))["data"]["directory"]
+        config = run_and_step(path)[0] / _CONFIG_FILE
+        directory = json.loads(read_regular(config))["data"]["directory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         directory = ""
     if directory and isinstance(directory, str):

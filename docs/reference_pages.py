@@ -23,7 +23,17 @@ from moebius.train.recipes.smoke import RECIPES
 
 RECIPES_HERE = "<!-- the table of recipes -->"
 ROOT = Path(__file__).resolve().parents[1]
-LINK_OUT = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^)#]+)(?:#[^)]*)?\)")
+LINK_OUT = re.compile(
+    r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^)#]+)(?P<place>#[^)]*)?\)"
+)
+EXAMPLE = re.compile(r"^\[`(examples/\w+\.py)`\]\(\.\./\1\)$", re.MULTILINE)
+# The page that shows what a file of the repository says.
+PAGES = {
+    "train/config/run_config.py": "config.md",
+    "cli/main.py": "commands.md",
+    "api.py": "python.md",
+    "model/routers/router.py": "interfaces.md",
+}
 
 # What the pages of Python's names are read from. mkdocstrings reads every file below the package's folder,
 # which in a checkout holds environments and builds as well: 60 times as much.
@@ -102,18 +112,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replaces links to files of the repository by their names, and finds the pictures among them."""
+    """Replaces links to files of the repository by their pages, their code, their names, or pictures."""
     if RECIPES_HERE in markdown:
         markdown = markdown.replace(RECIPES_HERE, recipe_table())
     up = "../" * page.file.src_uri.count("/")
 
     def replaced(found: re.Match[str]) -> str:
         path, text = PurePosixPath(found["path"]), found["text"]
+        if shown := PAGES.get(str(path)):
+            return f"[{text}]({up}{shown}{found['place'] or ''})"
         if path.suffix == ".png":
             return f"![{text}]({up}results/{path.name})"
         return text if text.startswith("`") else f"{text} (`{path}`)"
 
-    return LINK_OUT.sub(replaced, markdown)
+    def whole(found: re.Match[str]) -> str:
+        return f"```py\n{(ROOT / found[1]).read_text(encoding='utf-8')}```"
+
+    return LINK_OUT.sub(replaced, EXAMPLE.sub(whole, markdown))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
+from ..distributed.checkpoint.format import find_checkpoint
 from ..model.cost import forward_flops
-from ..train.record.run_folder import stored_config
+from ..plugins import run_and_step
 from .perplexity import measure
+from .restore import config_of
 from .zero_shot import ZeroShotReport
 
 PICTURE = "loops.png"
@@ -64,7 +66,7 @@ def measure_over_loops(
         for result in report.tasks:
             for metric, estimate in result.metrics.items():
                 found.setdefault(f"{result.name} {metric}", []).append(estimate.value)
-    config = stored_config(run_dir)
+    config = config_of(find_checkpoint(run_dir, step))
     per_depth = [config.model.with_loops(number) for number in loops]
     return OverLoops(
         measured_step,
@@ -103,6 +105,6 @@ def draw(found: OverLoops, run_dir: Path) -> Path:
     axes.set_xlabel("loops")
     axes.set_ylabel("validation loss, nats per token" if "loss" in found.figures else "score")
     axes.legend()
-    path = run_dir / PICTURE
+    path = run_and_step(run_dir)[0] / PICTURE
     figure.savefig(path)
     return path

@@ -1,7 +1,9 @@
 """Restores a trained model from a run folder, on any number of ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
@@ -9,7 +11,7 @@ from ..data_pipeline.tokenizers.chat_template import ChatTemplate
 from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
 from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
-from ..distributed.checkpoint.format import find_checkpoint
+from ..distributed.checkpoint.format import CheckpointError, find_checkpoint, read_meta
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
@@ -18,8 +20,9 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
+from ..plugins import distrust, run_and_step
 from ..train.config.run_config import Config, ConfigError
-from ..train.record.run_folder import stored_config
+from ..train.config.validation import validated
 from ..train.state import model_tensors
 
 
@@ -30,7 +33,7 @@ class Restored:
     model: Transformer
     config: Config
     step: int
-    run_dir: Path = Path()
+    checkpoint: Path = Path()
 
 
 def restore(
@@ -44,7 +47,7 @@ def restore(
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, RUN@STEP, or a checkpoint's folder.
         process: this rank.
         step: of the checkpoint; None: the newest.
         depth_steps: total number of layer applications, for a model that shares layers; None: as
@@ -55,7 +58,8 @@ def restore(
         ValueError: the run or the checkpoint does not exist, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
-    config = stored_config(run_dir)
+    checkpoint = find_checkpoint(run_dir, step)
+    config = config_of(checkpoint)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))
     if depth_steps is not None:
@@ -70,12 +74,27 @@ def restore(
         device=process.device,
         stored=stored_dtype(config.train.precision),
     )
-    path = find_checkpoint(run_dir, step)
-    meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
+    meta = load(checkpoint, *model_tensors(model), mesh=mesh, allow_unexpected=True)
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
-    return Restored(model.eval(), config, meta["progress"]["step"], run_dir)
+    return Restored(model.eval(), config, meta["progress"]["step"], checkpoint)
+
+
+def config_of(checkpoint: Path) -> Config:
+    """Returns the configuration of a checkpoint's run; outside of a run, the checkpoint's own."""
+    file = run_and_step(checkpoint)[0] / "config.json"
+    if file.exists():
+        return Config.load(file)
+    return checkpoint_config(checkpoint, read_meta(checkpoint).meta)
+
+
+def checkpoint_config(checkpoint: Path, meta: Mapping[str, Any]) -> Config:
+    """Returns the configuration in a checkpoint's own meta."""
+    if not {"config", "progress"} <= meta.keys():
+        raise CheckpointError(f"{checkpoint}: lacks configuration or progress, so no run wrote it")
+    distrust(meta["config"], checkpoint)
+    return validated(Config, meta["config"], origin=f"{checkpoint}/meta.json")
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:
@@ -162,14 +181,14 @@ def chat_of_run(restored: Restored, tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
         ValueError: there is none, or it cannot be used.
     """
-    config, source = restored.config, restored.run_dir / SOURCE_FILES
-    places = [config.data.directory, str(source)]
+    config, run_dir = restored.config, run_and_step(restored.checkpoint)[0]
+    places = [config.data.directory, str(run_dir / SOURCE_FILES)]
     places += [config.prepare.tokenizer] if config.prepare.loads_tokenizer else []
     advice = "leave out --chat (chat=True) to continue the text itself"
     for place in filter(None, places):
         if saved := find_template(place):
             return ChatTemplate(saved, tokenizer, where=place, advice=advice)
     raise ConfigError(
-        f"{restored.run_dir}: has no chat template, neither with its data nor with its tokenizer: "
-        f"{advice}, or put the model's chat_template.jinja into {source}"
+        f"{run_dir}: has no chat template, neither with its data nor with its tokenizer: "
+        f"{advice}, or put the model's chat_template.jinja into {run_dir / SOURCE_FILES}"
     )

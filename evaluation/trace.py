@@ -86,6 +86,23 @@ def rows_of(tokens_BS: Tensor) -> Rows:
     )
 
 
+def check_tokens(tokens_BS: Tensor, model: Transformer, *, at_least: int) -> None:
+    """Checks that a tensor holds rows of a model's token ids.
+
+    Raises:
+        ValueError: it does not.
+    """
+    num_ids, shape = len(model.embedding), tuple(tokens_BS.shape)
+    are_rows = len(shape) == 2 and shape[0] > 0 and shape[1] >= at_least
+    is_whole = not (tokens_BS.is_floating_point() or tokens_BS.dtype == torch.bool)
+    if are_rows and is_whole and 0 <= int(tokens_BS.min()) <= int(tokens_BS.max()) < num_ids:
+        return
+    raise ValueError(
+        f"give rows of at least {at_least} token ids, whole numbers below {num_ids}, such as "
+        f"torch.tensor([[1, 2, 3]]); this has the shape {shape} and the dtype {tokens_BS.dtype}"
+    )
+
+
 @torch.no_grad()
 def trace(restored: Restored, rows: Rows) -> Trace:
     """Runs a model in evaluation mode over rows of tokens and records the pass."""
@@ -114,6 +131,7 @@ def trace(restored: Restored, rows: Rows) -> Trace:
 def logits(restored: Restored, tokens_BS: Tensor) -> Tensor:
     """Returns the logits at every position, (B, S, V)."""
     dtype = products_dtype(restored.config.train.precision)
+    check_tokens(tokens_BS, restored.model, at_least=1)
     tokens_BS = tokens_BS.to(restored.model.embedding.device)
     return forward_in(restored.model, dtype, tokens_BS).logits_BSV
 

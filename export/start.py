@@ -12,6 +12,7 @@ Everything is checked here, before a run folder or a rank exists.
 """
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +25,17 @@ from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..distributed.checkpoint.format import find_checkpoint, open_checkpoint
 from ..distributed.checkpoint.pieces import pieces_to_json
 from ..distributed.checkpoint.source import Source, refuse_gaps
+from ..evaluation.restore import checkpoint_config
 from ..model.config.model_config import ModelConfig
-from ..plugins import distrust, runs_near, some_of, trust
+from ..plugins import run_and_step, runs_near, some_of, trust
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
-from ..train.config.validation import validated
 from ..train.recipes.hub import continuation, settings_words
 from ..train.recipes.smoke import RECIPES
 from ..train.record.run_folder import check_branch, count_epochs
 from ..train.record.untrusted import read_text
 from .families.table import open_family, shapes_of
 
-_STEP = re.compile(r"(.+)@(?:step_)?(\d+)")
 _HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")
 # A repository's other copies of its weights; what is needed lies at its top.
 _NOT_FETCHED = [
@@ -144,10 +144,8 @@ def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
 def _found(given: str, family: str | None) -> _Found:
     if given.startswith("hf://"):
         return _found_on_hub(given, family)
-    match = _STEP.fullmatch(given)
-    if match and not Path(given).exists():
-        path, step = Path(match[1]), int(match[2])
-    else:
+    path, step = run_and_step(given)
+    if os.path.isdir(given):  # the weights of a checkpoint alone; only RUN@STEP branches
         path, step = Path(given), None
     if not path.is_dir():
         raise ConfigError(f"--from {given}: there is no such folder{runs_near(path)}")
@@ -222,8 +220,7 @@ def _found_checkpoint(path: Path, step: int | None) -> _Found:
     stored = open_checkpoint(checkpoint)
     meta = stored.meta.meta
     recipe = f"{checkpoint}/meta.json"
-    distrust(meta["config"], checkpoint)
-    config = validated(Config, meta["config"], origin=recipe)
+    config = checkpoint_config(checkpoint, meta)
     data = (meta.get("data") or {}).get("spec", {})
     source = Source(
         kind="checkpoint" if step is None else "branch",

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..distributed.layout import expert_blocks
+from ..plugins import run_and_step
 from .workload import Bank
 
 MEDIAN, FULL = 0.5, 0.99  # quantiles of the load: for time, and for memory
@@ -67,6 +68,7 @@ def recorded_skew(run: Path) -> RoutingSkew:
     Raises:
         ValueError: the file cannot be read or holds no loads.
     """
+    run, _ = run_and_step(run)
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
         text = path.read_text(encoding="utf-8")

@@ -70,6 +70,13 @@ def moebius(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     return run
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets commands print as in a terminal of 80 columns without colours."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("house")
     torch.set_num_threads(1)  # the machine's cores belong to the ranks that tests start

@@ -54,7 +54,7 @@ class Trained(NamedTuple):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("api")
     text = write_paragraphs(folder, paragraphs=40)
-    config = moebius.recipe("smoke", **TINY, prepare__input=[text])
+    config = moebius.recipe("smoke", **TINY, prepare__input=[text], checkpoint__every=1)
     return Trained(config, folder / "run", moebius.fit(config, folder / "run", show=False))
 
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_exported_as_the_command_does(trained: Trained, tmp_path
             f"import {first}; import moebius.export.safetensors; moebius.export('nothere', 'out')"
         )
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert "has no checkpoint" in ended.stderr
+        assert "there is no such folder" in ended.stderr
 
 
 def test_a_trained_model_writes_and_scores_as_the_command_does(
@@ -287,20 +287,145 @@ def test_a_checkpoint_is_loaded_by_its_folder_and_at_other_depths(
     trained: Trained, tmp_path: Path
 ) -> None:
     run_dir = trained.run_dir
-    (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
+    checkpoint = run_dir / "checkpoints" / "step_00000002"
     deeper = moebius.load(run_dir, depth_steps=6)
     assert deeper.config.model.num_layers == 6
     loaded = moebius.load(run_dir).model.state_dict()
     for other in (moebius.load(checkpoint), deeper):
         assert all(torch.equal(own, loaded[name]) for name, own in other.model.named_parameters())
-    with pytest.raises(ConfigError, match="is not a run folder"):
-        moebius.load(tmp_path)
-    with pytest.raises(ConfigError, match=r"no config\.json"):
-        moebius.load(checkpoint.parent)
+    for folder in (tmp_path, checkpoint.parent):
+        with pytest.raises(ValueError, match="has no checkpoint"):
+            moebius.load(folder)
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         moebius.load(run_dir, step=7)
     with pytest.raises(ConfigError, match="3 depth steps must be a multiple of the group of 2"):
         moebius.load(run_dir, depth_steps=3)
+
+
+@pytest.mark.slow
+def test_every_name_of_a_checkpoint_is_taken_everywhere(
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """RUN@STEP, its folder, a copy outside of the run, a link to it, and a run whose name has an @."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/my@2/checkpoints/step_00000001")
+    shutil.copytree(trained.run_dir, folder.parents[1])
+    shutil.copytree(folder, "copied")
+    Path("linked").symlink_to(folder)
+    names = ["runs/my@2@1", "runs/my@2@step_00000001", folder, "copied", "linked"]
+    loss = moebius.evaluate("runs/my@2", step=1, max_rows=4).result.loss
+    digest = moebius.start_from("runs/my@2@1", "train.steps=4").source.digest
+    for number, name in enumerate(names):
+        found = moebius.evaluate(name, max_rows=4)
+        assert (found.step, found.result.loss) == (1, loss)
+        assert moebius.load(name).step == 1
+        assert moebius.start_from(moebius.load(name)).source.digest == digest
+        assert "step 1" in moebius.export(name, f"exported{number}", layout="safetensors")
+        for words in (["eval", name], ["ckpt", "ls", name], ["ckpt", "verify", name]):
+            with pytest.raises(SystemExit, match="0"):
+                main([*map(str, words)])
+            assert "step_00000002" not in capfd.readouterr().out
+    for name in names[:3]:
+        assert moebius.load_config(name) == moebius.load_config("runs/my@2")
+        assert moebius.history(name).run_dir == Path("runs/my@2")
+        for words in (["data", "peek", name], ["status", name], ["simulate", name, "--ep=2"]):
+            with pytest.raises(SystemExit, match="0"):
+                main([*map(str, words)])
+    for wrong, told in (
+        ("runs/my@2@7", "no checkpoint of step 7; it has those of 1, 2"),
+        ("runs/my@2@best", "the run has checkpoints of step 1, step 2"),
+        ("gpt2", r"hf://org/gpt2"),
+        ("Qwen/Qwen3-0.6B", r"hf://Qwen/Qwen3-0\.6B"),
+    ):
+        for call in (moebius.load, moebius.evaluate, moebius.start_from):
+            with pytest.raises(ValueError, match=told):
+                call(wrong)
+    with pytest.raises(ValueError, match="two steps"):
+        moebius.load("runs/my@2@1", step=2)
+    with pytest.raises(JobError, match="names a checkpoint of the run"):
+        moebius.stop("runs/my@2@1")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, 3, "", "x" * 5000, b"runs", ["a", "b"], [999], {}, Path("nowhere"), torch.zeros(2)],
+    ids=lambda wrong: f"{wrong!r:.10}",
+)  # fmt: skip
+def test_a_wrong_argument_is_told_in_words(
+    wrong: Any, trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every public function, every argument: never an error from somewhere inside."""
+    monkeypatch.chdir(tmp_path)
+    run, nowhere = trained.run_dir, "/dev/null/x"
+    loaded = moebius.load(run)
+    tiny = moebius.recipe("smoke", **TINY)
+    asked = [
+        *(getattr(moebius, name) for name in ("recipe", "start_from", "size_of", "build", "load")),
+        *(getattr(moebius, name) for name in ("evaluate", "load_config", "status", "stop")),
+        *(loaded.logits, loaded.trace, loaded.tokenizer.encode, loaded.tokenizer.decode),
+        *(moebius.history, moebius.RunHistory, moebius.Config.load, moebius.find_runs),
+        *(lambda given, f=f: f(given, nowhere) for f in (moebius.prepare, moebius.fit)),
+        *(lambda given, f=f: f(given, nowhere) for f in (moebius.submit, moebius.export)),
+        *(lambda given, f=f: f("smoke", given) for f in (moebius.recipe, moebius.load)),
+        *(lambda given, f=f: f(tiny, nowhere, show=given) for f in (moebius.fit, moebius.submit)),
+        lambda given: moebius.recipe("smoke", train=given),
+        lambda given: moebius.recipe("smoke", train__steps=given),
+        lambda given: moebius.start_from(run, given),
+        lambda given: moebius.start_from(run, draw_anew=given),
+        lambda given: moebius.start_from(run, family=given),
+        lambda given: moebius.load(run, step=given),
+        lambda given: moebius.load(run, depth_steps=given),
+        lambda given: moebius.evaluate(run, split=given),
+        lambda given: moebius.evaluate(run, max_rows=given),
+        lambda given: moebius.score_tasks(given, ["piqa"], "."),
+        lambda given: moebius.score_tasks(run, given, "."),
+        lambda given: moebius.score_tasks(run, ["piqa"], given),
+        lambda given: moebius.fit(tiny, nowhere, on_record=given),
+        lambda given: moebius.submit(tiny, nowhere, address=given),
+        lambda given: moebius.resume(given, show=False),
+        lambda given: moebius.export(run, nowhere, layout=given),
+        lambda given: moebius.export(run, nowhere, dtype=given),
+        lambda given: moebius.history(run).frame(given),
+        lambda given: loaded.generate(given, num_tokens=1),
+        lambda given: loaded.generate("a", num_tokens=given),
+        lambda given: loaded.generate("a", num_tokens=1, temperature=given),
+        lambda given: loaded.generate("a", num_tokens=1, seed=given),
+        lambda given: loaded.score(given),
+        lambda given: loaded.score("ab", draws=given),
+        lambda given: list(loaded.rows(split=given)),
+    ]  # fmt: skip
+    refused = 0
+    for call in asked:
+        try:
+            call(wrong)
+        except (TypeError, ValueError, JobError):
+            refused += 1
+    assert refused > len(asked) // 2
+
+
+def test_what_a_wrong_argument_means_is_taken_or_said(trained: Trained) -> None:
+    run = trained.run_dir
+    assert moebius.recipe("smoke", ["train.steps=7", "train.seed=1"]).train.seed == 1
+    assert moebius.size_of("smoke") == moebius.size_of(moebius.recipe("smoke"))
+    assert moebius.start_from(run, "train.steps=7").config.train.steps == 7
+    assert moebius.evaluate(trained.status, max_rows=1).step == 2
+    loaded = moebius.load(run)
+    for call, told in (
+        (lambda: moebius.fit("smokee", "x"), "did you mean smoke"),
+        (
+            lambda: moebius.fit({}, "x"),
+            r'fit: config must be .* for example moebius.recipe\("smoke"',
+        ),  # type: ignore[arg-type]
+        (lambda: moebius.fit(loaded, "x"), "is a checkpoint, not a recipe; --from"),
+        (lambda: loaded.generate(["a", "b"]), "Once upon a time.*; call it once for each"),  # type: ignore[arg-type]
+        (lambda: loaded.tokenizer.decode([999]), "whole numbers below 257"),
+        (lambda: moebius.load(run, 3), r"call load\(path, \*, step=None"),  # type: ignore[misc]
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
+            call()
 
 
 def test_a_run_is_evaluated_as_the_command_does(trained: Trained) -> None:

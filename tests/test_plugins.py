@@ -24,7 +24,7 @@ from moebius.distributed.checkpoint.format import find_checkpoint, read_meta
 from moebius.distributed.process.agreement import AgreementError
 from moebius.evaluation.zero_shot import chosen_tasks
 from moebius.export.hf.model_folder import check_promises
-from moebius.plugins import FOLDER, PluginError
+from moebius.plugins import FOLDER, PluginError, run_and_step
 from moebius.train import __main__ as program
 from moebius.train import optim
 from moebius.train.config.errors import EXIT_MISTAKE
@@ -492,3 +492,35 @@ def test_the_ranks_of_a_job_import_from_the_folder_of_the_command(
     assert "there is no module 'parts_of_a_test'" in " ".join(refused.stderr.split())
     again = run("resume", str(tmp_path / "run"), "train.steps=6", cwd=folder)
     assert again.returncode == 0, again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "run", "step"),
+    [
+        ("a", "a", None),
+        ("a@100", "a", 100),
+        ("a@step_00000100", "a", 100),
+        ("a/checkpoints/step_00000100", "a", 100),
+        ("folder@7", "folder@7", None),
+        ("folder@7@8", "folder@7", 8),
+        ("folder@7/checkpoints/step_00000008", "folder@7", 8),
+        ("copied/step_00000100", "copied/step_00000100", None),
+        ("nowhere@word", "nowhere@word", None),
+        ("link", "a", 100),
+    ],
+)
+def test_a_checkpoint_has_one_way_of_names(
+    named: str, run: str, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a/checkpoints/step_00000100", "folder@7", "copied/step_00000100"):
+        Path(folder).mkdir(parents=True)
+    Path("link").symlink_to("a/checkpoints/step_00000100")
+    found = run_and_step(named)
+    assert (Path(found[0]).resolve(), found[1]) == (Path(run).resolve(), step)
+    assert run_and_step(named, step) == found
+    if step is not None:
+        with pytest.raises(ValueError, match="name two steps"):
+            run_and_step(named, step + 1)
+    with pytest.raises(ValueError, match=r"step follows the @, as in a@100; .* of step 100"):
+        run_and_step("a@best")

@@ -20,7 +20,7 @@ from ...distributed.checkpoint.format import (
     read_meta,
     step_name,
 )
-from ...plugins import some_of
+from ...plugins import run_and_step, some_of
 
 
 def list_table(path: Path) -> Table:
@@ -35,10 +35,13 @@ def list_table(path: Path) -> Table:
     for name in ("step", "written", "MiB", "ranks", "ep", "shard", "replicate", "state"):
         justify = "left" if name in ("written", "state") else "right"
         table.add_column(name, justify=justify, no_wrap=name != "state")
+    named, (path, step) = path, run_and_step(path)
     own = [found.path for found in list_checkpoints(path / "checkpoints")]
-    for checkpoint in own or [find_checkpoint(path)]:
+    for checkpoint in own if own and step is None else [find_checkpoint(named)]:
         with suppress(FileNotFoundError):  # its run has deleted it as an old one
             table.add_row(*_row(checkpoint, is_of_run=bool(own)))
+    if step is not None:
+        return table
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
         words = Text(f"{unfinished.name}: being written, or abandoned", style="yellow")
         with suppress(FileNotFoundError):  # it was completed meanwhile
@@ -80,6 +83,7 @@ def verify_each(
         CheckpointError: there is none; or the requested one, or every one, was deleted meanwhile.
     """
     paths = [find_checkpoint(path, step)]
+    path, step = run_and_step(path, step)
     if step is None and paths[0] != path:
         paths = [checkpoint.path for checkpoint in list_checkpoints(path / "checkpoints")] or paths
     num_verified = 0

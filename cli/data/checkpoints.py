@@ -3,8 +3,14 @@
 import argparse
 from pathlib import Path
 
-from ..arguments import Commands, add_command, add_overrides, add_run_argument, resolve_config
-from ..console import print_plain, terminal
+from ..arguments import (
+    Commands,
+    add_checkpoint_argument,
+    add_command,
+    add_overrides,
+    resolve_config,
+)
+from ..console import console, print_plain
 
 
 def add_commands(commands: Commands) -> None:
@@ -23,12 +29,6 @@ def add_commands(commands: Commands) -> None:
     _add_import(actions)
 
 
-def _add_checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
-    """Declares a checkpoint: a folder, or a run and a step."""
-    parser.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help=default)
-    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run")
-
-
 def _add_ls(actions: Commands) -> None:
     parser = add_command(
         actions,
@@ -37,14 +37,13 @@ def _add_ls(actions: Commands) -> None:
         "list a run's checkpoints: steps, sizes, ranks that wrote them",
         examples=["ckpt ls runs/mine"],
     )
-    add_run_argument(parser)
+    add_checkpoint_argument(parser, "default: all of the run", steps=False)
 
 
 def _ls(options: argparse.Namespace) -> int:
-
     from .checkpoint_report import list_table
 
-    terminal().print(list_table(options.run_dir))
+    console().print(list_table(options.path))
     return 0
 
 
@@ -54,9 +53,9 @@ def _add_verify(actions: Commands) -> None:
         "verify",
         _verify,
         "read every byte: every checksum, every expert exactly once",
-        examples=["ckpt verify runs/mine", "ckpt verify runs/mine --step 2000"],
+        examples=["ckpt verify runs/mine", "ckpt verify runs/mine@2000"],
     )
-    _add_checkpoint_argument(parser, "Without --step, verifies every checkpoint of RUN.")
+    add_checkpoint_argument(parser, "default: all of the run")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -92,7 +91,7 @@ def _add_export(actions: Commands) -> None:
             "ckpt export runs/mine --out exported --no-tokenizer",
         ],
     )
-    _add_checkpoint_argument(parser, "Without --step, exports the newest checkpoint of RUN.")
+    add_checkpoint_argument(parser)
     _add_out_argument(parser)
     parser.add_argument(
         "--dtype",

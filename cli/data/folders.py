@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...plugins import some_of
 from ..arguments import RUNS, Commands, add_command
-from ..console import terminal
+from ..console import console
 from .peek import add_peek
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ def _ls(options: argparse.Namespace) -> int:
 def print_folders(found: "Sequence[FoundFolder]") -> None:
     """Prints each prepared folder's state and sources, and what was dropped from its input."""
 
-    console = terminal()
+    screen = console()
     for folder in found:
-        console.print(_heading(folder))
+        screen.print(_heading(folder))
         if folder.manifest is not None:
-            console.print(_table(folder.manifest))
+            screen.print(_table(folder.manifest))
         for line in _losses(folder):
-            console.print(line)
+            screen.print(line)
 
 
 def _heading(folder: "FoundFolder") -> "Text":

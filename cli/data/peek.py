@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...plugins import some_of
+from ...plugins import run_and_step, some_of
 from ..arguments import Commands, add_command
-from ..console import terminal
+from ..console import console
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -29,11 +29,11 @@ def add_peek(actions: Commands) -> None:
         examples=[
             "data peek shards",
             "data peek shards --split validation --rows 1",
-            "data peek runs/mine --step 120",
+            "data peek runs/mine@120",
         ],
     )
     parser.add_argument(
-        "path", type=Path, metavar="DATA|RUN", help="a prepared folder, or a run that reads one"
+        "path", type=Path, metavar="DATA|RUN[@T]", help="a prepared folder, or a run that reads one"
     )
     parser.add_argument("--split", choices=["train", "validation"], default="train")
     parser.add_argument(
@@ -44,15 +44,18 @@ def add_peek(actions: Commands) -> None:
         help=f"number of rows, spread over the split (default: {_ROWS})",
     )
     parser.add_argument(
-        "--step", type=int, metavar="T", help="show every sample of this step of the run, from 1"
+        "--step",
+        type=int,
+        metavar="T",
+        help="show every sample of this step of the run, from 1, as RUN@T does",
     )
 
 
 def _peek(options: argparse.Namespace) -> int:
 
-    console = terminal()
+    screen = console()
     for line in _lines(_rows(options)):
-        console.print(line, soft_wrap=True, highlight=False)
+        screen.print(line, soft_wrap=True, highlight=False)
     return 0
 
 
@@ -61,23 +64,24 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
     from ...data_pipeline.read.peek import peek_samples, peek_split
     from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
     from ...data_pipeline.verify import data_folder
-    from ...train.config.run_config import Config
+    from ...train.record.run_folder import stored_config
 
     if options.rows < 1:
         raise ValueError(f"--rows {options.rows}: must be at least 1")
-    folder = data_folder(options.path)
+    run, step = run_and_step(options.path, options.step)
+    folder = data_folder(run)
     tokenizer = prepared_tokenizer(folder)
-    if folder == options.path:
-        if options.step is not None:
-            raise ValueError(f"--step {options.step}: {folder} is not a run, so it has no steps")
+    if folder == run:
+        if step is not None:
+            raise ValueError(f"--step {step}: {folder} is not a run, so it has no steps")
         return peek_split(DataConfig(directory=str(folder)), options.split, options.rows, tokenizer)
-    config = Config.load(options.path / "config.json")
-    _check_is_of_run(config, options.path, options.step)
-    if options.step is None:
+    config = stored_config(run)
+    _check_is_of_run(config, run, step)
+    if step is None:
         return peek_split(config.data, options.split, options.rows, tokenizer)
-    if not 1 <= options.step <= config.train.steps:
-        raise ValueError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
-    end = options.step * config.train.global_batch
+    if not 1 <= step <= config.train.steps:
+        raise ValueError(f"--step {step}: the run has steps 1 to {config.train.steps}")
+    end = step * config.train.global_batch
     return peek_samples(config.data, range(end - config.train.global_batch, end), tokenizer)
 
 

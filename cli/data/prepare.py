@@ -16,6 +16,7 @@ from ..arguments import (
     add_unauthenticated,
     allow_unauthenticated,
 )
+from ..console import console
 
 if TYPE_CHECKING:
     from ...data_pipeline.make.pools import TaskPool
@@ -78,8 +79,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...cluster.report.live import show_preparation
     from ...data_pipeline.make.prepare import prepare
     from ...data_pipeline.verify import FoundFolder
@@ -92,11 +91,10 @@ def _prepare(options: argparse.Namespace) -> int:
         from ...cluster.prepare_data import prepare_on_cluster
 
         allow_unauthenticated(options)
-        manifest = prepare_on_cluster(
-            config, directory, address=options.address, on_poison=options.on_poison
-        )
+        given = {"address": options.address, "on_poison": options.on_poison}
+        manifest = prepare_on_cluster(config, directory, console=console(), **given)
     else:
-        with _pool(options.workers) as pool, show_preparation(Console()) as on_progress:
+        with _pool(options.workers) as pool, show_preparation(console()) as on_progress:
             manifest = prepare(
                 config, directory, pool=pool, on_progress=on_progress, on_poison=options.on_poison
             )

@@ -15,7 +15,7 @@ from ..arguments import (
     allow_unauthenticated,
     resolve_config,
 )
-from ..console import print_plain, terminal
+from ..console import console, print_plain
 
 if TYPE_CHECKING:
     from ...train.config.run_config import Config
@@ -110,7 +110,7 @@ def _train(options: argparse.Namespace) -> int:
     from ...cluster.local import train_here
 
     config, run_dir, source = _resolve(options)
-    return train_here(config, run_dir, source=source).exit_code
+    return train_here(config, run_dir, source=source, console=console()).exit_code
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -118,9 +118,8 @@ def _submit(options: argparse.Namespace) -> int:
     from ...cluster.submit import submit
 
     config, run_dir, source = _resolve(options)
-    return submit(
-        config, run_dir, address=options.address, detach=options.detach, source=source
-    ).exit_code
+    place = {"address": options.address, "detach": options.detach, "console": console()}
+    return submit(config, run_dir, source=source, **place).exit_code
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -133,7 +132,8 @@ def _resume(options: argparse.Namespace) -> int:
     if not is_run(run_dir):
         read_status(run_dir)  # raises JobError
     config = resolve_config(str(run_dir / "config.json"), options.overrides)
-    return resume(config, run_dir, address=options.address, detach=options.detach).exit_code
+    place = {"address": options.address, "detach": options.detach, "console": console()}
+    return resume(config, run_dir, **place).exit_code
 
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]":
@@ -216,11 +216,10 @@ def _add_stop(commands: Commands) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-
     from ...cluster.report.summary import closing_words
     from ...cluster.stop import stop
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
 
-    terminal().print(closing_words(status), crop=False)
+    console().print(closing_words(status))
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import RUNS, Commands, add_command, add_unauthenticated, allow_unauthenticated
+from ..console import console
 
 if TYPE_CHECKING:
     from ...cluster.check.findings import Finding
@@ -71,13 +72,11 @@ def _look(options: argparse.Namespace) -> "Iterator[list[Finding]]":
 
 
 def _examine(options: argparse.Namespace) -> "list[Finding]":
-    from rich.console import Console
-
     from ...cluster.check.doctor import examine
     from ...cluster.check.probe import Probe, probes
 
     run_dir = options.run_dir.absolute()
-    with Console(stderr=True).status("checking the nodes and running ranks on all of them"):
+    with console(stderr=True).status("checking the nodes and running ranks on all of them"):
         if options.address is None:
             return examine({_HERE: Probe(_HERE)}, run_dir)
         from ...cluster.places.standing import cluster_at
@@ -95,7 +94,6 @@ def _print_json(findings: "Sequence[Finding]") -> None:
 
 
 def _show(findings: "Sequence[Finding]") -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -108,4 +106,4 @@ def _show(findings: "Sequence[Finding]") -> None:
         if each.advice:
             words.append(f"\n→ {each.advice}", style="dim")
         table.add_row(Text(each.verdict, style=styles[each.verdict]), Text(each.check), words)
-    Console().print(table)
+    console().print(table)

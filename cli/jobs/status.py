@@ -7,16 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...plugins import runs_near
+from ...plugins import run_and_step, runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
-from ..console import print_message, terminal
+from ..console import console, print_message
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ...cluster.report.run_report import RunReport
 
-_WIDTH_OF_A_PIPE = 10_000  # a pipe has no width to fit into
 EXIT_CODES = (
     "exit code: 0 if the run is going on or ended well, 75 if it was PREEMPTED, 1 if it FAILED "
     "or is LOST, 2 if there is no such run"
@@ -64,31 +61,30 @@ def _add_status(commands: Commands) -> None:
 def _status(options: argparse.Namespace) -> int:
     from ...cluster.job import JOURNAL
 
+    options.folders = [run_and_step(folder)[0] for folder in options.folders]
     if len(options.folders) == 1 and (options.folders[0] / JOURNAL).is_file():
         return _show_one(options.folders[0], as_json=options.json)
     return _list_runs(options)
 
 
 def _show_one(run_dir: Path, *, as_json: bool) -> int:
-
     from ...cluster.report.run_report import read_report
 
     report = read_report(run_dir)
     if as_json:
         print(json.dumps(report.record(), ensure_ascii=False))
     else:
-        _print_report(report, terminal())
+        _print_report(report)
     return report.status.exit_code
 
 
-def _print_report(report: "RunReport", console: "Console") -> None:
+def _print_report(report: "RunReport") -> None:
     from ...cluster.report.summary import closing_words
 
-    console.print(closing_words(report.status, story=report.story()), crop=False)
+    console().print(closing_words(report.status, story=report.story()))
 
 
 def _list_runs(options: argparse.Namespace) -> int:
-
     from ...cluster.job import JOURNAL, JobError
     from ...cluster.report.run_report import find_runs, is_recent, read_reports, run_table
 
@@ -108,16 +104,14 @@ def _list_runs(options: argparse.Namespace) -> int:
         for report in shown:
             print(json.dumps(report.record(), ensure_ascii=False))
         return 0
-    console = terminal()
-    if not (console.is_terminal or "COLUMNS" in os.environ):
-        console = terminal(width=_WIDTH_OF_A_PIPE)
+    screen = console()
     root = options.folders[0].absolute()
     if shown:
-        console.print(run_table(shown, root))
+        screen.print(run_table(shown, root))
     if hidden := len(reports) - len(shown):
-        console.print(f"{hidden} more ended over a week ago; --all shows them", highlight=False)
+        screen.print(f"{hidden} more ended over a week ago; --all shows them", highlight=False)
     elif not shown:
-        console.print(f"no runs under {root}", highlight=False, markup=False, soft_wrap=True)
+        screen.print(f"no runs under {root}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -137,14 +131,13 @@ def _add_watch(commands: Commands) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-
     from ...cluster.report.live import follow
     from ...cluster.report.run_report import read_report
 
-    console = terminal()
-    follow(options.run_dir, console=console)
-    report = read_report(options.run_dir)
-    _print_report(report, console)
+    run_dir, _ = run_and_step(options.run_dir)
+    follow(run_dir, console=console())
+    report = read_report(run_dir)
+    _print_report(report)
     return report.status.exit_code
 
 
@@ -187,14 +180,15 @@ def _logs(options: argparse.Namespace) -> int:
         as_text = LogLine.as_json
     elif sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         as_text = LogLine.coloured
+    run_dir, _ = run_and_step(options.run_dir)
     lines = follow_logs(
-        options.run_dir,
+        run_dir,
         rank=options.rank,
         generation=options.generation,
         tail=options.tail,
         follow=options.follow,
     )
-    if skipped := skipped_logs(options.run_dir):
+    if skipped := skipped_logs(run_dir):
         print(skipped, file=sys.stderr)
     for line in lines:
         print(as_text(line), flush=options.follow)

@@ -19,7 +19,7 @@ from ...train.config.resolve import resolve
 from ...train.config.run_config import Config
 
 _LEGEND = """
-active: dense weights and one token's experts, each distinct layer counted once
+active: dense weights, the embedding and one token's experts, each distinct layer counted once
 training FLOPs/token: forward and backward, at the recipe's sequence length; ≤ if tokens can be dropped or halt
 g: sequences that are routed together
 promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by construction"""

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_overrides
-from ..console import print_plain, terminal
+from ..console import console, print_plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +51,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _config(options: argparse.Namespace) -> int:
-
     from ...train.config.reference import commented
     from ...train.config.resolve import resolve
     from ...train.config.run_config import Config
@@ -60,14 +59,14 @@ def _config(options: argparse.Namespace) -> int:
 
     name = options.name or ""
     if found := _search(" ".join([name, *options.overrides]), RECIPES):
-        terminal(highlight=False).print(found)
+        console().print(found, highlight=False)
         return 0
     if name and name.partition(".")[0] not in Config.model_fields:
         config = resolve(name, options.overrides, RECIPES)
         if options.unlooped:
             config = partner_of(config, options.unlooped)
         if options.diff:
-            terminal().print(_differences(config))
+            console().print(_differences(config))
         else:
             print_plain(commented(config).removesuffix("\n"))
         return 0
@@ -76,7 +75,7 @@ def _config(options: argparse.Namespace) -> int:
             f"moebius config {name}: overrides and options belong to a recipe or a TOML file, "
             "for example moebius config smoke --diff"
         )
-    terminal(highlight=False).print(_look_up(name) if name else _sections())
+    console().print(_look_up(name) if name else _sections(), highlight=False)
     return 0
 
 
@@ -84,26 +83,23 @@ def _search(words: str, recipes: Container[str]) -> "RenderableType | None":
     """Returns the keys that words of the user's name or describe; None if these are no such words."""
     from ...train.config.reference import keys
     from ...train.config.run_config import Config
-    from ...train.config.suggestions import meant_by, words_known_elsewhere
+    from ...train.config.suggestions import meant_by, plain, words_known_elsewhere
 
     first = words.partition(" ")[0]
     is_section = first.partition(".")[0] in Config.model_fields
     if not words or is_section or first in recipes or re.search(r"[=:/@]|\.toml$", words):
         return None
-    answer = meant_by(words)
-    wanted = words.lower().replace("_", " ").split()
+    answer, wanted = meant_by(words), plain(words).split("_")
     by_a_part = [
         meant
         for meant, phrases in words_known_elsewhere().items()
-        if any({*wanted} <= {*phrase.replace("_", " ").split()} for phrase in phrases)
+        if any({*wanted} <= {*plain(phrase).split("_")} for phrase in phrases)
     ]
     named, described = [], []
     for key in keys():
-        if key.path == answer or all(word in key.path.replace("_", " ") for word in wanted):
+        if key.path == answer or _has_words(key.path, wanted):
             named.append(key)
-        elif key.path in by_a_part or all(
-            re.search(rf"\b{re.escape(word)}", key.meaning.lower()) for word in wanted
-        ):
+        elif key.path in by_a_part or _has_words(key.meaning, wanted):
             described.append(key)
     named.sort(key=lambda key: key.path != answer)
     found = [*named, *described]
@@ -112,8 +108,17 @@ def _search(words: str, recipes: Container[str]) -> "RenderableType | None":
         rows.append((f"… and {more} more", "", "more words find fewer keys"))
     rows += [(words, "", text) for text in by_a_part if " " in text and text != answer]
     if " " in answer:
-        rows.insert(0, (words, "", answer))
+        rows = [(words, "", answer), *rows[: 0 if answer.startswith("not here") else None]]
     return _table(["key", "default", "meaning"], rows) if rows else None
+
+
+def _has_words(text: str, words: Sequence[str]) -> bool:
+    """Returns whether a text has words that begin with these; up to three letters must be all of one."""
+    known = re.split(r"[^a-z0-9]+", text.lower())
+    return all(
+        any(one == word or (len(word) > 3 and one.startswith(word)) for one in known)
+        for word in words
+    )
 
 
 def _sections() -> "RenderableType":

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import Commands, add_command, add_run_argument
-from ..console import terminal
+from ..arguments import Commands, add_checkpoint_argument, add_command
+from ..console import console
 
 if TYPE_CHECKING:
     from ...evaluation.restore import Restored
@@ -32,10 +32,10 @@ def add_commands(commands: Commands) -> None:
         "run EleutherAI's lm-evaluation-harness on moebius checkpoints (--model moebius)",
         examples=[
             "lm-eval --model moebius --model_args path=runs/mine --tasks arc_easy",
-            "lm-eval run --model moebius --model_args path=runs/mine,step=500 --tasks my_task.yaml",
+            "lm-eval run --model moebius --model_args path=runs/mine@500 --tasks my_task.yaml",
         ],
         notes="Takes the arguments of lm_eval; `lm_eval run --help` lists them. Needs pip install "
-        "'moebius[lm-eval]'. --model_args: path=RUN and, optionally, step=N, max_length=S, "
+        "'moebius[lm-eval]'. --model_args: path=RUN[@STEP] and, optionally, step=N, max_length=S, "
         "seed=N.",
     )
     parser.set_defaults(passed_on=())
@@ -58,8 +58,7 @@ def _add_eval(commands: Commands) -> None:
             'eval runs/mine --score "the band closes upon itself"',
         ],
     )
-    add_run_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint; default: the newest")
+    add_checkpoint_argument(parser)
     parser.add_argument(
         "--stride",
         type=int,
@@ -201,7 +200,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _over_loops(options: argparse.Namespace) -> int:
     """Measures the loss, or the tasks, with every number of loops."""
-
     from ...evaluation.over_loops import draw, measure_over_loops, table_of
 
     for name in ("prompt", "score", "json", "per_item"):
@@ -211,10 +209,10 @@ def _over_loops(options: argparse.Namespace) -> int:
                 f"{option} takes one number of --loops: {options.loops[0]}, for example"
             )
     scores = None if options.tasks is None else partial(_scores, options)
-    found = measure_over_loops(options.run_dir, options.loops, step=options.step, scores=scores)
-    console = terminal()
-    console.print(table_of(found))
-    console.print(f"picture: {draw(found, options.run_dir)}", soft_wrap=True, highlight=False)
+    found = measure_over_loops(options.path, options.loops, step=options.step, scores=scores)
+    screen = console()
+    screen.print(table_of(found))
+    screen.print(f"picture: {draw(found, options.path)}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -230,7 +228,7 @@ def _tasks(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plain_report(report), indent=2))
     else:
-        terminal().print(render_report(report))
+        console().print(render_report(report))
     return 0
 
 
@@ -243,7 +241,7 @@ def _scores(options: argparse.Namespace, loops: int | None) -> "ZeroShotReport |
         raise ValueError("--tasks needs --data: the folder of the task files, or hub")
     with progress_bars(of_rows=True) as on_task:
         return measure_tasks(
-            options.run_dir,
+            options.path,
             [name for name in options.tasks.split(",") if name],
             options.data if options.data == HUB else Path(options.data),
             step=options.step,
@@ -263,7 +261,7 @@ def _measure(options: argparse.Namespace) -> None:
     from ...model.loops.exits import ExitRule
 
     rule = None if options.exit is None else ExitRule.parse(options.exit)
-    print(measure(options.run_dir, step=options.step, loops=_loops(options), exit_rule=rule))
+    print(measure(options.path, step=options.step, loops=_loops(options), exit_rule=rule))
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
@@ -271,10 +269,11 @@ def _measure_sliding(options: argparse.Namespace) -> None:
 
     from ...evaluation.perplexity import measure_sliding
 
-    with Progress(console=terminal(stderr=True), transient=True) as progress:
+    screen = console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         bar = progress.add_task("tokens", total=None)
         found = measure_sliding(
-            options.run_dir,
+            options.path,
             stride=options.stride,
             step=options.step,
             advance=lambda done, total: progress.update(bar, completed=done, total=total),
@@ -314,7 +313,7 @@ def _restored(options: argparse.Namespace) -> "Restored":
     from ...evaluation.restore import restore
 
     with start_process("auto") as process:
-        return restore(options.run_dir, process, step=options.step, loops=_loops(options))
+        return restore(options.path, process, step=options.step, loops=_loops(options))
 
 
 def _loops(options: argparse.Namespace) -> int | None:

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from ..arguments import Commands, add_command
-from ..console import terminal
+from ..console import console
 
 
 def add_commands(commands: Commands) -> None:
@@ -33,14 +33,13 @@ def add_commands(commands: Commands) -> None:
 
 
 def _models(options: argparse.Namespace) -> int:
-
     from ...train.recipes.smoke import RECIPES
     from .catalogue import catalogue, pair, render_catalogue
 
     if options.pair is not None and not options.names:
         raise ValueError("--pair needs a recipe with loops: moebius models huginn_moe --pair …")
     lines: list[str] = []
-    with terminal(stderr=True).status("counting"):
+    with console(stderr=True).status("counting"):
         if options.pair is None:
             entries = list(catalogue(options.names, RECIPES))
         else:
@@ -50,8 +49,8 @@ def _models(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([entry.plain() for entry in entries], indent=2))
     else:
-        console = terminal()
-        console.print(render_catalogue(entries, width=console.width))
+        screen = console()
+        screen.print(render_catalogue(entries, width=screen.width))
         if lines:
-            console.print("\n".join(lines), highlight=False)
+            screen.print("\n".join(lines), highlight=False)
     return 0

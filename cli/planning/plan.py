@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import by_collectives
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
-from ..console import terminal
+from ..console import console
 
 if TYPE_CHECKING:
     from ...planning.hardware import Hardware
@@ -85,7 +85,6 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-
     from ...planning.hardware import find_hardware
     from ...planning.plan_report import plan_report, render_plans
     from ...planning.planner import Constraints
@@ -99,13 +98,13 @@ def _plan(options: argparse.Namespace) -> int:
     machine = find_hardware(options.hardware)
     config = resolve(options.name, options.overrides, RECIPES)
     wanted = Constraints(options.ep, options.sharding, options.dispatcher, options.recompute)
-    with terminal(stderr=True).status("planning"):
+    with console(stderr=True).status("planning"):
         report = plan_report(_scenario(config, machine, options), nodes, wanted)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         top = 10 if len(report["plans"]) == 1 else 2
-        terminal().print(render_plans(report, top=top), crop=False)
+        console().print(render_plans(report, top=top))
         if note := passes_note(config):
             print(note)
     return 0

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import LOCAL, by_collectives
+from ...plugins import run_and_step
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
-from ..console import print_message, terminal
+from ..console import console, print_message
 
 if TYPE_CHECKING:
     from ...planning.simulation.calls import CallSource
@@ -28,7 +29,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "name",
         metavar="MODEL",
-        help="a recipe or a FILE.toml (fresh weights), or a run folder (trained ones)",
+        help="a recipe or a FILE.toml (fresh weights), or a run (trained ones), also RUN@STEP",
     )
     add_overrides(parser)
     _add_rank_arguments(parser)
@@ -60,7 +61,6 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _simulate(options: argparse.Namespace) -> int:
     """Runs `moebius simulate`; returns 1 if the simulation found a violation."""
-
     from ...planning.simulation.calls import ranks_of, simulate_all
     from ...planning.simulation.threads import RankFailed
     from ...planning.simulation.traffic_report import render_simulation, traffic_report
@@ -71,7 +71,7 @@ def _simulate(options: argparse.Namespace) -> int:
     ep, per_node = ranks_of(source.config, options.ep, options.ranks_per_node)
     dispatchers = options.dispatcher or [source.config.mesh.dispatcher]
     try:
-        with terminal(stderr=True).status("simulating"):
+        with console(stderr=True).status("simulating"):
             simulations = simulate_all(source, ep, per_node, dispatchers)
     except RankFailed as error:
         if not _says_enough(error.__cause__):
@@ -82,7 +82,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        terminal().print(render_simulation(report))
+        console().print(render_simulation(report))
     return 1 if report["violations"] else 0
 
 
@@ -107,7 +107,8 @@ def _source(options: argparse.Namespace) -> "CallSource":
     from ...train.recipes.smoke import RECIPES
 
     run_dir, size = Path(options.name), (options.tokens_per_rank, options.steps)
-    if not run_dir.is_dir():
+    run, _ = run_and_step(run_dir)
+    if not run.is_dir():
         config = resolve(options.name, options.overrides, RECIPES)
         return CallSource(options.name, config, None, *size)
     if options.overrides:
@@ -117,5 +118,5 @@ def _source(options: argparse.Namespace) -> "CallSource":
         )
     with start_process("cpu") as process:
         restored = restore(run_dir, process)
-    title, maps = f"{run_dir.name}, step {restored.step}", expert_maps_of(run_dir, restored.step)
+    title, maps = f"{run.name}, step {restored.step}", expert_maps_of(restored.checkpoint)
     return CallSource(title, restored.config, restored.model, *size, maps)

@@ -8,14 +8,17 @@
 A run can be read during training or years later.
 """
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...plugins import nearest
+from ...plugins import checked, nearest, run_and_step
 from ..job import CONFIG, JOURNAL, METRICS, JobStatus, parse_entries, read_status
+from ..stop import request_stop
 from ..stop import stop as _stop
 from .history import END_BYTES
 from .json_lines import KINDS, JsonLinesTail, sampled
@@ -25,10 +28,13 @@ if TYPE_CHECKING:
     import pandas
 
 Record = dict[str, Any]
+OnRecord = Callable[[Record], object]
+_TELL_S = 0.2  # between two looks for new records
 
 _ONCE_A_STEP = ("train", "eval")
 
 
+@checked
 class RunHistory:
     """Reads one run's records as plain dictionaries, also while the run continues.
 
@@ -37,8 +43,9 @@ class RunHistory:
     skipped.
     """
 
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
+    @checked
+    def __init__(self, run_dir: str | PathLike[str]):
+        self.run_dir = run_dir = Path(run_dir)
         self._metrics = JsonLinesTail(run_dir / METRICS)
         self._journal = JsonLinesTail(run_dir / JOURNAL)
 
@@ -102,26 +109,36 @@ class RunHistory:
             }
 
 
+@checked
 def history(run_dir: str | PathLike[str]) -> RunHistory:
     """Returns the reader of a run's records; a run that has not begun has none.
 
+    Args:
+        run_dir: of the run, or one of its checkpoints (RUN@STEP, or its folder).
+
     Raises:
         JobError: there is no run in this folder.
     """
-    if not any((Path(run_dir) / name).exists() for name in (METRICS, JOURNAL, CONFIG)):
-        read_status(Path(run_dir))  # says what is there instead
-    return RunHistory(Path(run_dir))
+    run = run_and_step(run_dir)[0]
+    if not any((run / name).exists() for name in (METRICS, JOURNAL, CONFIG)):
+        read_status(run)  # says what is there instead
+    return RunHistory(run)
 
 
+@checked
 def status(run_dir: str | PathLike[str]) -> JobStatus:
     """Returns how a run is: its state, step and loss, and why it ended.
 
+    Args:
+        run_dir: as for `history`.
+
     Raises:
         JobError: there is no run in this folder.
     """
-    return read_status(Path(run_dir))
+    return read_status(run_and_step(run_dir)[0])
 
 
+@checked
 def stop(run_dir: str | PathLike[str], *, now: bool = False) -> JobStatus:
     """Ends a run at the next step boundary with a checkpoint, waits, and returns its status.
 
@@ -135,12 +152,60 @@ def stop(run_dir: str | PathLike[str], *, now: bool = False) -> JobStatus:
     return _stop(Path(run_dir).absolute(), now=now)
 
 
+@checked
 def find_runs(folder: str | PathLike[str]) -> list[Path]:
     """Returns the run folders up to three levels below a folder, most recently active first.
 
     A run folder contains only itself.
     """
     return sorted(_find_runs(Path(folder)), key=_active_at, reverse=True)
+
+
+@contextlib.contextmanager
+def telling(run_dir: Path, on_record: OnRecord | None) -> Iterator[None]:
+    """Calls a function with the run's new records, in a thread; raises its error at the end."""
+    if on_record is None:
+        yield
+        return
+    history, ended, errors = RunHistory(run_dir), threading.Event(), list[Exception]()
+    for _ in history.new_records():
+        pass  # of earlier submissions
+
+    def tell() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(_TELL_S)
+            for record in history.new_records():
+                if record["kind"] in ("train", "eval") and _is_true(on_record(record)):
+                    request_stop(run_dir)
+
+    def tell_and_stop() -> None:
+        try:
+            tell()
+        except Exception as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+            request_stop(run_dir)
+
+    thread = threading.Thread(target=tell_and_stop, name="on_record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _is_true(answer: object) -> bool:
+    """Returns the truth of what `on_record` returned: None and the falses of numpy and torch are false."""
+    try:
+        return bool(answer)
+    except Exception as error:
+        raise TypeError(
+            f"on_record returned {answer!r:.100}, a {type(answer).__name__}, which is neither true nor "
+            f"false ({error}): return True to end the run, for example with .all() or .any()"
+        ) from error
 
 
 def _active_at(run_dir: Path) -> float:

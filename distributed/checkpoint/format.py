@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ...data_pipeline.files import read_regular
-from ...plugins import runs_near
+from ...plugins import run_and_step, runs_near
 from ..layout import Layout
 
 SUM_BYTES = 16
@@ -162,20 +162,22 @@ def read_meta(path: Path) -> CheckpointMeta:
     return _read(path, "meta.json", CheckpointMeta)
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Returns the checkpoint at `path`, or the newest or that of `step` of the run at `path`, unverified.
+def find_checkpoint(named: Path, step: int | None = None) -> Path:
+    """Returns the checkpoint of a name: RUN (the newest), RUN@STEP, or its folder; unverified.
 
     Raises:
-        CheckpointError: there is none; the message lists the existing ones.
+        ValueError: there is none; the message lists the existing ones.
     """
+    path, step = run_and_step(named, step)
     if any((path / name).exists() for name in ("manifest.json", "index.json", "meta.json")):
         if step is not None:
             raise CheckpointError(f"{path} is a checkpoint: give a run folder to select a step")
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        where = f"a run's are in {path / 'checkpoints'}"
-        raise CheckpointError(f"{path}: has no checkpoint ({where}){runs_near(path)}")
+        what = f"has no checkpoint (a run's are in {path / 'checkpoints'})"
+        what = what if path.exists() else "there is no such folder"
+        raise CheckpointError(f"{path}: {what}{runs_near(path)}")
     chosen = [checkpoint.path for checkpoint in found if step in (None, checkpoint.step)]
     if not chosen:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)

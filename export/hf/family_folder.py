@@ -81,7 +81,9 @@ def dtype_before(run_dir: Path) -> Precision:
     """Returns the dtype of the own export that a run began with, or else float32."""
     kept = run_dir / SOURCE_FILES / CONFIG_FILE
     text = kept.read_bytes() if kept.exists() else b"{}"
-    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    names: dict[str, Precision] = {
+        str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()
+    }
     dtype = str(json_object(text, str(kept)).get("dtype"))
     return names.get(dtype, "fp32") if _is_own(text) else "fp32"
 

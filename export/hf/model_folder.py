@@ -26,17 +26,16 @@ from ...distributed.checkpoint.atomic_directory import (
     refuse_name_of_another_step,
 )
 from ...distributed.checkpoint.format import (
-    CheckpointError,
     StartProgress,
     StoredCheckpoint,
     open_checkpoint,
     open_verified,
 )
 from ...distributed.checkpoint.writing import write_synced
+from ...evaluation.restore import checkpoint_config
 from ...model.config.model_config import ModelConfig
-from ...plugins import distrust, is_own
+from ...plugins import is_own
 from ...train.config.run_config import Config, ConfigError
-from ...train.config.validation import validated
 from ..safetensors import (
     DTYPES,
     Precision,
@@ -129,7 +128,7 @@ def export(
     refuse_name_of_another_step(out, None)
     refuse_existing(out)
     stored = open_checkpoint(source)
-    config = config_of(stored)
+    config = checkpoint_config(stored.path, stored.meta.meta)
     run_dir = stored.path.absolute().parent.parent
     origin = origin_of(run_dir, config.model) if layout == "hf" else None
     if origin is None:
@@ -178,14 +177,6 @@ def export(
 
 def _name_of(dtype: Precision) -> str:
     return str(DTYPES[dtype]).removeprefix("torch.")
-
-
-def config_of(stored: StoredCheckpoint) -> Config:
-    """Returns the configuration of the run that wrote a checkpoint."""
-    if not {"config", "progress"} <= stored.meta.meta.keys():
-        raise CheckpointError(f"{stored.path}: lacks configuration or progress, so no run wrote it")
-    distrust(stored.meta.meta["config"], stored.path)
-    return validated(Config, stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 
 def _tokenizer_of(config: Config, stored: StoredCheckpoint) -> tuple[Tokenizer | None, str]:

@@ -6,6 +6,7 @@ new one.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,17 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ...plugins import Registry, is_own
+
+_WANTED = {  # by the first word of a pydantic error's type
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a table",
+    "model": "a section",
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,8 @@ class Section:
         try:
             return self.config_of(self.entry(kind)).model_validate(value)
         except ValidationError as error:
-            raise ValueError(
-                "; ".join(self._explain(entry, kind) for entry in error.errors())
-            ) from None
+            told = dict.fromkeys(self._explain(entry, kind) for entry in error.errors())
+            raise ValueError("; ".join(told)) from None
 
     def _explain(self, entry: Any, kind: str) -> str:
         where = ".".join(str(part) for part in entry["loc"])
@@ -91,10 +102,23 @@ class Section:
             meant = f"; did you mean {close[0]}?" if close else ""
             has = f"it has {', '.join(known)}" if known else "it has none"
             return f"the {self.noun} {kind!r} has no key {where!r}; {has}{meant}"
-        message = str(entry["msg"]).removeprefix("Value error, ")
+        message = plain_message(entry)
+        if "must be" in message:
+            where = ".".join(
+                str(part) for part in entry["loc"] if re.fullmatch(r"(?!bool|int)\w+", str(part))
+            )
         if not where or isinstance(entry["input"], dict) or message.startswith(f"{where}="):
             return message
         return f"{where}={entry['input']!r}: {message}"
+
+
+def plain_message(entry: Any) -> str:
+    """Returns the message of a pydantic error without the names of Python's types."""
+    kind, _, what = entry["type"].partition("_")
+    if kind in _WANTED and what in ("type", "parsing", "from_float", "parsing_size"):
+        return f"must be {_WANTED[kind]}"
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    return message.replace("Input should be", "must be")
 
 
 def merge(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...data_pipeline.read.rows import SplitReader
-from ...distributed.checkpoint.format import find_checkpoint, read_meta
+from ...distributed.checkpoint.format import read_meta
 from ...distributed.dispatch.expert_map import ExpertMap
 from ...distributed.layout import Layout, check_experts
 from ...model.cost import count_parameters
@@ -211,7 +211,7 @@ def simulate_all(
     return found
 
 
-def expert_maps_of(run_dir: Path, step: int) -> dict[str, ExpertMap]:
+def expert_maps_of(checkpoint: Path) -> dict[str, ExpertMap]:
     """Returns a run's expert maps at a checkpoint, by layer; empty if no expert ever moved."""
-    meta = read_meta(find_checkpoint(run_dir, step)).meta
+    meta = read_meta(checkpoint).meta
     return {name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta["experts"].items()}

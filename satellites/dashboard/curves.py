@@ -144,7 +144,7 @@ class Runs:
     """Holds the runs below a folder, including those started while the page is open."""
 
     def __init__(self, root: Path):
-        self.root = root
+        self.root = moebius.history(root).run_dir
         self._followed: dict[str, FollowedRun] = {}
         self._lock = threading.Lock()
 

@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     if options.out is not None:
         check_folder(options.out)
     analysis = _analysis(options)
-    folder = options.out or options.run_dir / "analysis" / f"step_{analysis.step:08d}"
+    folder = options.out or analysis.run_dir / "analysis" / f"step_{analysis.step:08d}"
     check_folder(folder)
     pictures = write_analysis(analysis, folder)
     if options.json:
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="moebius analyze",
         description="Draws what a trained model's experts and depth steps do, from a checkpoint.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("run_dir", type=Path, metavar="RUN[@STEP]", help="a run, or its checkpoint")
     parser.add_argument(
         "--step", type=int, metavar="N", help="of which checkpoint; default: the newest"
     )

@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="moebius tasks",
         description="Scores runs on the test sets of their task by exact match.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders of a task")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN[@STEP]", help="runs of a task")
     parser.add_argument(
         "--step", type=int, metavar="N", help="of which checkpoint; default: the newest"
     )
@@ -54,10 +54,7 @@ def _score(run_dir: Path, options: argparse.Namespace) -> "RunScores":
     from .tasks.recipes import TASKS, task_of
     from .tasks.score import score_run
 
-    config_file = run_dir / "config.json"
-    if not config_file.exists():
-        raise ValueError(f"{run_dir}: is not a run folder (no config.json)")
-    task = task_of(moebius.Config.load(config_file))
+    task = task_of(moebius.load_config(run_dir))
     if task is None:
         raise ValueError(f"{run_dir}: its data belongs to none of the tasks {', '.join(TASKS)}")
     tests = TASKS[task]().tests

@@ -15,11 +15,6 @@ from moebius.train.recipes.smoke import RECIPES
 Command = Callable[..., Any]  # the fixture `moebius` of conftest.py
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-
-
 def test_every_recipe_has_a_line_with_its_description(moebius: Command) -> None:
     said = moebius("models").out
     lines = said.splitlines()[1 : 1 + len(RECIPES)]
@@ -30,9 +25,8 @@ def test_every_recipe_has_a_line_with_its_description(moebius: Command) -> None:
 
 
 def test_descriptions_are_whole_however_narrow_the_terminal(
-    moebius: Command, monkeypatch: pytest.MonkeyPatch
+    moebius: Command, terminal: None
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
     answer = moebius("models", "x_moe_torchscale", "sut")
     lines = answer.out.splitlines()
     assert lines[1].startswith("x_moe_torchscale")

@@ -33,10 +33,7 @@ def run_dir(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_folders_are_listed_by_source(
-    shards: Path, moebius: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_folders_are_listed_by_source(shards: Path, moebius: Callable, terminal: None) -> None:
     answer = moebius("data", "ls", shards.parent)
     manifest = read_manifest(shards)
     assert answer.code == 0

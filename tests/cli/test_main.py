@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from moebius import cli
 from moebius.cli import main as command_line
 from moebius.cli.arguments import resolve_config
 from moebius.cli.main import build_parser, main, parse
@@ -168,7 +169,7 @@ def test_commands_of_other_packages(moebius: Command, monkeypatch: pytest.Monkey
     for name, package in command_line.ELSEWHERE.items():
         answer = moebius(name)
         assert answer.code == 2
-        assert f"pip install ./{package.removeprefix('moebius-')}" in answer.err
+        assert f"pip install ./satellites/{package.removeprefix('moebius-')}" in answer.err
     assert moebius("minee").code == 2
 
 
@@ -191,6 +192,28 @@ def test_what_is_no_mistake_of_the_user(
     assert ended.value.args == expected.args
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line(unbuffered: str, tmp_path: Path) -> None:
+    """Printed by rich, by Python and by argparse."""
+    code = """
+import sys
+from moebius.cli.main import main
+for words in (["status", sys.argv[1]], ["logs", sys.argv[1]], ["train", "--help"], ["--version"]):
+    try:
+        sys.stdout = open("/dev/full", "w", buffering=-1)
+        sys.stdout.reconfigure(write_through=bool(sys.argv[2]))
+        main(words)
+    except SystemExit as end:
+        assert end.code == 1, end.code
+"""
+    run = write_finished_run(tmp_path / "run")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, run, unbuffered], capture_output=True, text=True
+    )
+    said = "error: the output cannot be written: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (0, 4 * said)
+
+
 @pytest.mark.parametrize("num_lines", [1, 100_000], ids=["one line", "more than a buffer"])
 def test_a_reader_that_has_gone_is_no_error(num_lines: int, tmp_path: Path) -> None:
     """`moebius logs | head`: a closed pipe gives no message and exit code 0."""
@@ -200,14 +223,53 @@ def test_a_reader_that_has_gone_is_no_error(num_lines: int, tmp_path: Path) -> N
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
+    command = "logs" if num_lines > 1 else "status"  # printed by Python, and by rich
     with os.fdopen(writer, "wb") as pipe:
         ended = subprocess.run(
-            [sys.executable, "-c", act, "logs", str(run)],
+            [sys.executable, "-c", act, command, str(run)],
             stdout=pipe,
             stderr=subprocess.PIPE,
             env=buffered,
         )
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+_LONG = "folder-" * 12 + "run"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config", "router"],
+        ["config", "train.sinks"],
+        ["config", "smoke", "--diff"],
+        ["models", "smoke", "moeut"],
+        ["status", "."],
+        ["plan", "smoke", "--nodes", "1"],
+    ],
+    ids=" ".join,
+)
+def test_no_line_wraps_in_a_pipe_and_no_word_breaks_in_a_terminal(
+    words: list[str],
+    moebius: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_finished_run(Path(_LONG))
+    monkeypatch.setenv("COLUMNS", "40")
+    piped = moebius(*words).out
+    request.getfixturevalue("terminal")
+    shown = moebius(*words).out
+    assert {word for word in piped.split() if len(word) > 7} <= {*shown.split()}
+    assert len(piped.splitlines()) <= len(shown.splitlines())
+    assert all(len(line.rstrip()) <= 80 or _LONG in shown for line in shown.splitlines())
+
+
+def test_every_command_prints_to_the_one_console() -> None:
+    files = Path(cli.__file__).parent.rglob("*.py")
+    assert {file.name for file in files if "Console(" in file.read_text()} == {"console.py"}
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
@@ -247,7 +309,7 @@ def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(
         yield " and two"
 
     monkeypatch.setattr(text, "write_text", write)
-    monkeypatch.setattr(evaluate, "_restored", lambda options: options.run_dir)
+    monkeypatch.setattr(evaluate, "_restored", lambda options: options.path)
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(tmp_path), "--prompt", "One"])
     assert ended.value.code == 0

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +29,10 @@ from torch import Tensor
 from moebius import start_from
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.parallelize import expert_names
+from moebius.evaluation.restore import checkpoint_config
 from moebius.export import safetensors as module
 from moebius.export.families.table import open_family
-from moebius.export.hf.model_folder import config_of, export
+from moebius.export.hf.model_folder import export
 from moebius.export.published import import_folder
 from moebius.export.safetensors import Precision
 from moebius.model.execution.precision import enters_a_product
@@ -263,10 +263,8 @@ def test_what_cannot_be_exported(
 
 
 def test_what_no_run_has_written_is_not_exported() -> None:
-    meta = SimpleNamespace(meta={"config": {}})
-    stored: Any = SimpleNamespace(path=Path("checkpoint"), meta=meta)
     with pytest.raises(CheckpointError, match=r"^checkpoint: lacks configuration or progress"):
-        config_of(stored)
+        checkpoint_config(Path("checkpoint"), {"config": {}})
 
 
 def test_without_the_library_the_line_that_installs_it(

@@ -23,7 +23,7 @@ from moebius.model.config.sections import merge, set_value
         ),
         (
             {"kind": "dense", "num_heads": "two"},
-            r"num_heads='two': Input should be a valid integer",
+            r"num_heads='two': must be a whole number",
         ),
     ],
 )

@@ -147,9 +147,8 @@ def test_a_wrong_file_is_explained(tmp_path: Path, content: str | None, message:
 
 
 @pytest.fixture
-def plan(moebius: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def plan(moebius: Callable[..., Any], terminal: None) -> Callable[..., str]:
     """Runs the command in 80 columns and returns what it prints."""
-    monkeypatch.setenv("COLUMNS", "80")
 
     def run(words: str, *, code: int = 0) -> str:
         answer = moebius("plan", *words.split())

@@ -20,6 +20,7 @@ from parts import make_config
 from torch import Tensor
 from world import run_ranks
 
+from moebius.distributed.checkpoint.format import step_name
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.model.experts import ExpertMLPs
@@ -301,7 +302,9 @@ def test_every_kind_of_router_reaches_its_experts(name: str, moebius: Any) -> No
 
 
 @pytest.mark.slow
-def test_dispatchers_precisions_steps_and_seeds(moebius: Any, monkeypatch: Any) -> None:
+def test_dispatchers_precisions_steps_and_seeds(
+    moebius: Any, request: pytest.FixtureRequest
+) -> None:
     names = ["alltoall", "dedup", "allgather", "hierarchical"]
     words = (*SMALL, "--ep", "8", "--ranks-per-node", "4", "--dispatcher", *names, "--steps", "2")
     found, again, other, half = (
@@ -317,7 +320,7 @@ def test_dispatchers_precisions_steps_and_seeds(moebius: Any, monkeypatch: Any) 
     first, second = ([c["load_E"] for c in flat["calls"] if c["step"] == step] for step in (1, 2))
     assert first != second
     assert [call["load_E"] for call in dedup["calls"]] == first + second
-    monkeypatch.setenv("COLUMNS", "80")
+    request.getfixturevalue("terminal")
     printed = moebius("simulate", *words).out
     assert "1 × 8 tokens at random per rank and step, 2 steps, float32" in printed
     assert "✓ each of" in printed
@@ -348,7 +351,11 @@ def test_a_run_is_simulated_as_it_is(tmp_path: Path, moebius: Any) -> None:
     assert placed["title"] == "run, step 4"
     assert "1 × 24 tokens of the validation text" in placed["tokens"]
     layer = "group.0.feed_forward.sparse"
-    moved = expert_maps_of(run_dir, 4)[layer].seen_from(0).slots_of(torch.arange(8))
+    moved = (
+        expert_maps_of(run_dir / "checkpoints" / step_name(4))[layer]
+        .seen_from(0)
+        .slots_of(torch.arange(8))
+    )
     assert moved.tolist() != list(range(8))
     [call, *_] = [each for each in placed["dispatchers"][0]["calls"] if each["layer"] == layer]
     assert call["load_P"] != [sum(call["load_E"][:4]), sum(call["load_E"][4:])]
@@ -356,7 +363,7 @@ def test_a_run_is_simulated_as_it_is(tmp_path: Path, moebius: Any) -> None:
     assert result(moebius, run_dir, "--tokens-per-rank", "24", "--ep", "4")["violations"] == []
     change = "model.feed_forward.num_experts=4"
     assert f"remove {change}" in moebius("simulate", run_dir, change).text
-    assert "is not a run folder" in moebius("simulate", tmp_path).text
+    assert "has no checkpoint" in moebius("simulate", tmp_path).text
 
 
 def test_a_violation_is_shown_and_ends_with_1(moebius: Any, monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ sections' classes, so it cannot differ from what a run accepts.
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ class Key:
     def unit(self) -> str:
         """Returns the unit in the key's name, or ""."""
         return next((unit for end, unit in _UNITS.items() if self.path.endswith(end)), "")
+
+    @property
+    def wanted(self) -> str:
+        """Returns what a value must be, with an example."""
+        kind = re.sub(
+            "^(integer)", r"an \1", re.sub("^(number|list|table|section)", r"a \1", self.type)
+        )
+        kind = re.sub(r"of (integer|number|section)\b", r"of \1s", kind)
+        return f"{kind.rstrip()}, for example {self.example}"
 
     @property
     def default_text(self) -> str:

@@ -4,8 +4,9 @@ moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 """
 
 import os.path
+import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,17 +31,21 @@ from ...plugins import (
     is_published,
     is_run,
     nearest,
+    run_and_step,
     runs_near,
     some_of,
     trust,
 )
 from .errors import ConfigError
+from .reference import toml_value
 from .run_config import Config
 from .schedule import default_floor
 from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
 _TEXT = {"prepare.input", "prepare.sources"}
+_SHORT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.I)  # 2B tokens, 0.5T
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,11 @@ def _recipe_values(
     """Returns the plain values of a recipe from the table or of `package.module:function`."""
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
+    if name.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{where}: moebius reads TOML, not YAML: `moebius config RECIPE > mine.toml` writes a file "
+            "to begin with"
+        )
     if os.path.exists(name):  # False for a name that no file can have; Path's raises OSError
         raise ConfigError(f"{where}: {_what_takes(Path(name))}")
     if "/" in name and not is_own(name):
@@ -252,6 +262,8 @@ def _what_takes(path: Path) -> str:
             f"is a run, not a recipe; `moebius resume {path}` continues it, `moebius eval {path}` "
             f"measures it, and {path}/config.json is its configuration"
         )
+    if path.is_dir() and run_and_step(path)[1] is not None:
+        return f"is a checkpoint, not a recipe; --from {path} starts a run from its weights"
     if path.is_dir():
         return (
             "is a folder without a run, not a recipe; for prepared data write "
@@ -316,6 +328,31 @@ def _built_with(
         values["train"].pop("steps", None)  # follows from the tokens
     _choose_optim(values, before, {*keys, *said})
     return validated(Config, values, origin=origin)
+
+
+def as_overrides(values: Mapping[str, object], *given: str | Sequence[str]) -> list[str]:
+    """Returns keywords of Python as overrides (`section.key=value`), then the given ones or lists of them.
+
+    Raises:
+        ConfigError: a keyword's value is none that a configuration can have.
+    """
+    words = [word for each in given for word in ([each] if isinstance(each, str) else each)]
+    return [*_as_overrides(values), *words]
+
+
+def _as_overrides(values: Mapping[str, object], section: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        key = section + name.replace("__", ".")
+        if isinstance(value, Mapping):
+            yield from _as_overrides(value, f"{key}.")
+            continue
+        try:
+            yield f"{key}={toml_value(value)}"
+        except TypeError:
+            raise ConfigError(
+                f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
+                "False, None, or a list of them"
+            ) from None
 
 
 def resolve_prepare(
@@ -442,6 +479,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
     except ValueError as error:  # a number of 5,000 digits
         raise ConfigError(f"override {path}=…: {fault(error)}") from None
+    counts = "tokens" in path or path == "train.start_when"
+    if counts and isinstance(value, str) and (short := _SHORT.fullmatch(value)):
+        value = round(float(short[1]) * _UNITS[short[2].upper()])
     try:
         set_value(values, path, value, KINDS)
     except ValueError as error:

@@ -8,6 +8,7 @@ form.
 import json
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import distrust, runs_near, some_of
+from ...plugins import checked, distrust, runs_near, some_of
 from ..optim import OPTIMIZER, OptimConfig
 from .errors import ConfigError
 from .job_config import JobConfig
@@ -345,17 +346,22 @@ class Config(BaseModel):
         multiple = " or a multiple" if self.mesh.dp_replicate is None else ""
         return f". {needed} ranks{multiple} fit: set {keys}"
 
-    def save(self, path: Path) -> None:
+    @checked
+    def save(self, path: str | PathLike[str]) -> None:
         """Writes the resolved configuration as JSON."""
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8"
+        )
 
     @classmethod
-    def load(cls, path: Path) -> "Config":
+    @checked
+    def load(cls, path: str | PathLike[str]) -> "Config":
         """Reads a configuration written by `save`.
 
         Raises:
             ConfigError: it cannot be read, or is not a configuration.
         """
+        path = Path(path)
         try:
             values = json.loads(read_regular(path))
         except OSError as error:

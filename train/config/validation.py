@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ...model.config.model_config import SECTIONS
+from ...model.config.sections import plain_message
 from ...plugins import nearest, some_of
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .suggestions import suggest
+
+if TYPE_CHECKING:
+    from .reference import Key
 
 MAX_WHOLE = 2**63 - 1  # the largest number of torch and Arrow
 # The sections with kinds, by their whole path.
@@ -33,7 +37,7 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
     try:
         built = kind.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(entry, kind) for entry in error.errors()]
+        problems = [*dict.fromkeys(_explain(entry, kind) for entry in error.errors())]
     else:
         plain = built.model_dump(mode="json")
         problems = [*_unusable(values, plain), *_secrets(plain)]
@@ -80,12 +84,24 @@ def _explain(entry: Any, kind: type[BaseModel]) -> str:
     where = ".".join(f"{part!s:.200}" for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
         return f"  {where}: unknown key{suggest(where, (key for key, _ in known_keys(kind)))}"
-    message = str(entry["msg"]).removeprefix("Value error, ")
+    message = plain_message(entry)
     is_section = isinstance(entry["input"], dict) or not where
+    if entry["type"] != "value_error" and (whole := _whole_key(entry["loc"])):
+        where, message = whole.path, f"must be {whole.wanted}"
+        is_section = False
     given = "" if is_section else f" (given: {entry['input']!r:.200})"
     if entry["type"].endswith("_parsing") and "," in str(entry["input"]):
         message += "; digits are grouped by underscores, as in 10_000_000"
     return f"  {where}: {message}{given}" if where else f"  {message}"
+
+
+def _whole_key(place: tuple[int | str, ...]) -> "Key | None":
+    """Returns the key at the place of an error, which may lie in a part of its value."""
+    from .reference import keys
+
+    known = {key.path: key for key in keys()}
+    paths = (".".join(map(str, place[:end])) for end in range(len(place), 0, -1))
+    return next((known[path] for path in paths if path in known), None)
 
 
 def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:

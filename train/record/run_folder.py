@@ -35,7 +35,7 @@ from ...distributed.checkpoint.source import (
     read_source,
 )
 from ...distributed.checkpoint.source import Source as Source
-from ...plugins import is_published, runs_near, some_of
+from ...plugins import distrust, is_published, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
@@ -185,9 +185,11 @@ def stored_config(run_dir: Path) -> Config:
     if newest is None and (is_published(run_dir) or not saved.exists()):
         lacks = "no checkpoints" if saved.exists() else "no config.json"
         raise ConfigError(f"{run_dir}: is not a run folder ({lacks}){runs_near(run_dir)}")
-    if saved.exists():
+    if newest is None or saved.exists():
         return Config.load(saved)
-    return validated(Config, read_meta(newest).meta["config"], origin=f"{newest}/meta.json")
+    values = read_meta(newest).meta["config"]
+    distrust(values, run_dir)
+    return validated(Config, values, origin=f"{newest}/meta.json")
 
 
 def _check_same_source(asked: Source | None, run_dir: Path) -> None:

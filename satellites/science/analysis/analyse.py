@@ -155,7 +155,9 @@ def analyse(
     max_rows = None if num_tokens is None else -(-num_tokens // loaded.config.data.seq_len)
     counts_V, total = _survey(loaded, split, max_rows)
     items = _named_items(loaded, item_texts) if item_texts else _frequent_items(loaded, counts_V)
-    found = Analysis(run_dir, loaded.config, loaded.step, split, tuple(items))
+    found = Analysis(
+        moebius.history(run_dir).run_dir, loaded.config, loaded.step, split, tuple(items)
+    )
     on_rows(0, total)
     for rows in loaded.rows(split=split, max_rows=max_rows):
         found.add(loaded.trace(rows))

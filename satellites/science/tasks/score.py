@@ -80,7 +80,7 @@ def score_run(
     """
     loaded = moebius.load(run_dir, step=step, depth_steps=depth_steps)
     scores = {name: score(loaded, read_items(loaded, make())) for name, make in tests.items()}
-    trained = moebius.Config.load(run_dir / "config.json").model.num_layers
+    trained = moebius.load_config(run_dir).model.num_layers
     config = loaded.config
     return RunScores(
         run=config.job.name,

@@ -66,7 +66,7 @@ def test_items_that_are_named(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "is not a run folder"),
+        (["nowhere"], "there is no such folder"),
         (["run", "--step", "77"], "no checkpoint of step 77"),
         (["run", "--tokens", "0"], "--tokens 0"),
         (["run", "--item", "e", "--item", "the"], "--item 'the' is 3 tokens"),
