@@ -123,8 +123,6 @@ def opened_folder(
         open_run(config, run_dir, source)
         if config.train.epochs is None:  # else they are counted once the data is prepared
             rates_of(config, run_dir, source)
-        for note in rate_notes(config.optim):
-            console.print(Text(note, style="yellow"))
         yield
     finally:
         if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, SOURCE, "source", "logs"}:
@@ -150,10 +148,10 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
         check_data(config, run_dir, is_whole=not launch.prepares_data)
-        for at, line in enumerate(rates_of(config, run_dir)):
-            console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
         if note := passes_note(config):
             console.print(Text(note), soft_wrap=True)
+        for at, line in enumerate(rates_of(config, run_dir)):
+            console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():
         console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
     begin_job(launch)
@@ -191,7 +189,7 @@ def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> lis
         ]
         if rate == 0 and now != before:
             raise JobError(f"{run_dir}: {lines[-1]}")
-    return lines + shape_notes(config.optim)
+    return lines + shape_notes(config.optim) + rate_notes(config.optim)
 
 
 def begin_job(launch: Launch) -> None:
