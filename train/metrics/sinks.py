@@ -466,10 +466,9 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
         )
         for name in config.train.sinks
     ]
-    has_trained = first_step > 1 and any((run_dir / "checkpoints").glob("step_*"))
-    return MetricsLog(
-        run_dir, active=True, sinks=sinks, lacks_to=first_step - 1 if has_trained else 0
-    )
+    has_trained = any((run_dir / "checkpoints").glob("step_*"))
+    lacks_to = first_step - 1 if has_trained else 0
+    return MetricsLog(run_dir, active=True, sinks=sinks, lacks_to=lacks_to)
 
 
 # Shared by sinks --------------------------------------------------------------------------------
