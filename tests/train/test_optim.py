@@ -137,6 +137,10 @@ def test_experts_are_updated_alike_in_any_slot_and_by_any_thread(
         assert torch.equal(whole, updated(list(bank.split(5, dim)), 1, dim))
 
 
+def fused(config: OptimConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer(config, model.named_parameters())
+
+
 def unfused(config: OptimConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         model.parameters(),
@@ -153,7 +157,7 @@ def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
     """GPUs use it; here it runs on a CPU, resumed in the middle like a checkpoint."""
     config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
     found = []
-    for make in (unfused, lambda config, model: make_optimizer(config, model.named_parameters())):
+    for make in (unfused, fused):
         model = tiny_model("moeut", dtype=dtype)
         optimizer = make(config, model)
         allocate_moments(model, optimizer, 0)
