@@ -325,9 +325,8 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
         if not hasattr(found, name):
             raise PluginError(f"{where}: {module_name} has no {attributes!r}: check the name")
         found = getattr(found, name)
-    if inspect.isroutine(found) or isinstance(
-        found, type
-    ):  # as `os.system` of a module of one's own
+    # as `os.system` of a module of one's own
+    if inspect.isroutine(found) or isinstance(found, type):
         _refuse_installed(path, getattr(found, "__module__", None) or "builtins", where)
     if not fits(found):
         raise PluginError(

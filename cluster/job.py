@@ -341,10 +341,8 @@ def _gaps(entries: Sequence[JournalEntry]) -> tuple[str, ...]:
     for entry in entries:
         match entry.details.get("gap"):
             case {"of": str(name), "lost": lost}:
-                gaps.pop(name, None)
-                if lost:
-                    gaps[name] = entry.reason
-    return tuple(gaps.values())
+                gaps[name] = entry.reason if lost else ""
+    return tuple(filter(None, gaps.values()))
 
 
 def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]:

@@ -123,8 +123,6 @@ def opened_folder(
         open_run(config, run_dir, source)
         if config.train.epochs is None:  # else they are counted once the data is prepared
             rates_of(config, run_dir, source)
-        for note in rate_notes(config.optim):
-            console.print(Text(note, style="yellow"))
         yield
     finally:
         if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, SOURCE, "source", "logs"}:
@@ -191,7 +189,7 @@ def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> lis
         ]
         if rate == 0 and now != before:
             raise JobError(f"{run_dir}: {lines[-1]}")
-    return lines + shape_notes(config.optim)
+    return lines + shape_notes(config.optim) + rate_notes(config.optim)
 
 
 def begin_job(launch: Launch) -> None:

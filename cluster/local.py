@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..data_pipeline.make.pools import TaskPool
 from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, if_changed
@@ -51,9 +52,7 @@ def train_here(
         this_machine = ThisMachine(launch)  # imports while the data is prepared
         try:
             if not launch.prepares_data:
-                with show_preparation(console) as on_progress:
-                    changed, where = if_changed(config, run_dir), config.data.directory
-                    prepare(config.prepare, where, on_progress=on_progress, if_changed=changed)
+                prepare_shown(config, run_dir, console)
             launch = begin_run(config, launch, console)
             status = _run_and_show(launch, this_machine, console)
         finally:
@@ -64,6 +63,15 @@ def train_here(
         )
     show_end(status, console)
     return status
+
+
+def prepare_shown(
+    config: Config, run_dir: Path, console: Console, pool: TaskPool | None = None
+) -> None:
+    """Prepares a run's data and shows the progress."""
+    changed, where = if_changed(config, run_dir), config.data.directory
+    with show_preparation(console) as show:
+        prepare(config.prepare, where, pool=pool, on_progress=show, if_changed=changed)
 
 
 def _run_and_show(launch: Launch, this_machine: ThisMachine, console: Console) -> JobStatus:

@@ -19,13 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.make.pools import TaskPool
-from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..plugins import is_run
 from ..train.config.run_config import Config
-from ..train.record.run_folder import Source, if_changed, place_data, read_source
+from ..train.record.run_folder import Source, place_data, read_source
 from . import local
 from .job import (
     JOURNAL,
@@ -44,7 +42,7 @@ from .places.ray_session import refuse_unnamed, require_ray
 from .places.simulated import simulated_cluster
 from .places.standing import cluster_at
 from .ray_tasks import RayPool
-from .report.live import follow, show_preparation
+from .report.live import follow
 from .report.summary import show_end
 from .stop import interrupts_stop_the_job
 from .supervise.background_data import prepares_beside
@@ -88,7 +86,7 @@ def submit(
         beside = prepares_beside(config)
         here = address is None and needs_no_cluster(config.prepare)
         if here and not beside:
-            _prepare(config, run_dir, console)
+            local.prepare_shown(config, run_dir, console)
         with _connected(config, address, console):
             import ray
 
@@ -97,7 +95,7 @@ def submit(
             launch = make_launch(config, run_dir, address=address, command=command)
             if not (here or beside):
                 with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
-                    _prepare(config, run_dir, console, pool)
+                    local.prepare_shown(config, run_dir, console, pool)
             launch = begin_run(config, launch, console)
             with interrupts_stop_the_job(run_dir):
                 start_supervisor(launch)
@@ -176,12 +174,6 @@ def _connected(config: Config, address: str | None, console: Console) -> Iterato
 def needs_no_cluster(config: PrepareConfig) -> bool:
     """Returns whether the only input is the embedded corpus, which this process reads."""
     return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
-
-
-def _prepare(config: Config, run_dir: Path, console: Console, pool: TaskPool | None = None) -> None:
-    changed, where = if_changed(config, run_dir), config.data.directory
-    with show_preparation(console) as show:
-        prepare(config.prepare, where, pool=pool, on_progress=show, if_changed=changed)
 
 
 def _is_going_on(run_dir: Path) -> bool:

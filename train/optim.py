@@ -325,7 +325,7 @@ class AdamW(torch.optim.AdamW):
         columns, steps = lists[:4], lists[5]
         ends: dict[Any, list[int]] = {}
         for row, (step, parameter) in enumerate(zip(steps, columns[0], strict=True)):
-            if group["fused"] and parameter.device.type == "cpu":
+            if parameter.device.type == "cpu":
                 ends.setdefault((parameter.dtype, float(step)), []).append(row)
         for (dtype, _), rows in ends.items():
             self._join_ends(columns, rows, 64 // dtype.itemsize)
@@ -356,7 +356,6 @@ def make_optimizer(
     named: Iterable[tuple[str, Parameter]],
     *,
     roles: Mapping[str, Role] | None = None,
-    fused: bool = True,
 ) -> AdamW:
     """Builds AdamW, whose moments have the parameters' dtype.
 
@@ -367,8 +366,6 @@ def make_optimizer(
         config: of the optimizer.
         named: the parameters to update, with their names.
         roles: what they are; None: matrices, which all decay.
-        fused: update each parameter in one kernel; otherwise about ten operations over all tensors of
-            a group do, which round otherwise, and the host reads every tensor's step count.
     """
     groups: dict[Any, list[Parameter]] = {}
     for name, parameter in named:
@@ -382,8 +379,7 @@ def make_optimizer(
             {"params": group, "weight_decay": decay, "lr": config.learning_rate * factor}
             for (_, decay, factor), group in groups.items()
         ],
-        fused=fused,
-        foreach=not fused,
+        fused=True,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

@@ -227,11 +227,9 @@ def _ceiling(run_dir: Path, history: History) -> float:
 
 
 def _draw_hottest(axes: Any, history: History, *, ceiling: float) -> None:
-    """Draws the load, with its ceiling as a line, or in words where a line would flatten the curve."""
+    """Draws the load, and its ceiling unless that would flatten the curve."""
     highest = max(filter(math.isfinite, history.hottest.values()), default=1.0)
-    words = f"; the ceiling is E/K = {ceiling:g}" if ceiling else ""
-    title = f"expert load: most loaded expert of all depth steps{words}"
-    _label(axes, title, "load ÷ mean load")
+    _label(axes, "expert load: most loaded expert of all depth steps", "load ÷ mean load")
     _draw_curve(axes, history.hottest, "load")
     if 0 < ceiling - 1 < _CEILING_WITHIN * (highest - 1):
         axes.axhline(ceiling, color=_VALIDATION, linewidth=1.2, linestyle="--")

@@ -128,9 +128,7 @@ class BackgroundData:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment()
-                | {FOLDER: self._launch.environment.get(FOLDER, "")}
-                | {CONFIG_VARIABLE: self._launch.config_file},
+                env=_environment(self._launch),
                 start_new_session=True,  # Ctrl-C must reach only the command, which requests a stop
             )
 
@@ -205,10 +203,11 @@ def workers_beside(num_ranks: int) -> list[str]:
     return ["--workers", str(max(1, (os.cpu_count() or 1) - num_ranks))]
 
 
-def _environment() -> dict[str, str]:
+def _environment(launch: Launch) -> dict[str, str]:
     kept = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith("RAY_") or key.startswith(_OF_THE_CLUSTER)
     }
-    return kept | {processes.PARENT: str(os.getpid())}
+    own = {processes.PARENT: str(os.getpid()), CONFIG_VARIABLE: launch.config_file}
+    return kept | own | {FOLDER: launch.environment.get(FOLDER, "")}

@@ -27,7 +27,6 @@ from ..watch.watcher import RankWatcher, read_limits
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
 POLL_S = 0.2
-_FIRST = {"eval": "the first evaluation", "compile": "the first step"}
 COLLECT_S = 3.0  # wait for the other nodes' reports after the first failure
 
 
@@ -118,7 +117,6 @@ class GenerationWatch:
         self.stopping = False
         self.pausing = False
         self.told_starved = False  # during the start
-        self.told_phases: set[str] = set()  # before the first step
         self.rehearsed: RootCause | None = None
         self.ranks = RankWatcher(
             nodes,
@@ -179,21 +177,9 @@ class GenerationWatch:
         if cause := self.ranks.look():
             return Outcome("failed", cause, self.step)
         self.is_up |= self.ranks.all_have_started
-        if self.step is None:
-            self.tell_phase()
         if not self.is_up and self.is_too_slow():
             return Outcome("failed", self.too_slow())
         return None
-
-    def tell_phase(self) -> None:
-        """Journals what the ranks do for long before their first step."""
-        phase = self.ranks.long_phase()
-        if phase not in _FIRST or phase in self.told_phases:
-            return
-        self.told_phases.add(phase)
-        is_compiled = json.loads(self.launch.configuration or "{}").get("train", {}).get("compile")
-        doing = "are compiling (train.compile=true)" if is_compiled else "are busy"
-        self.note(f"the ranks {doing} in {_FIRST[phase]}")
 
     def is_too_slow(self) -> bool:
         """Returns whether the start takes too long, not counting time without a CPU."""

@@ -16,6 +16,7 @@ everything is ended everywhere, the reason is journaled, and the job continues o
   back-off doubles.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -379,6 +380,8 @@ class JobSupervisor:
         self.generation = generation
         launch = self.placing.launch_on(len(nodes))
         words = f"starting {launch.world_size} rank(s){self.placing.mesh_words(len(nodes))}"
+        if json.loads(launch.configuration or "{}").get("train", {}).get("compile"):
+            words += "; they compile before their first step (train.compile=true)"
         self.log(State.STARTING, words, num_nodes=len(nodes))
         self.has_started = True
         watch = GenerationWatch(self, nodes, launch)

@@ -25,7 +25,6 @@ from .stalls import Stall, Stragglers, find_behind, is_stalled, limit_of
 
 LOOK_S = 1.0
 ANSWER_S = 1.0  # how long one look waits for nodes
-SLOW_S = 5.0  # of a phase before the first step, which is then journaled
 DATA_WAIT_S = 60.0  # after which a wait for data is journaled
 _AT_ONCE = 32  # nodes that gather evidence concurrently
 _SPELLED = {GONE: "its process has ended", "D": "stuck in the kernel (state D)"} | dict.fromkeys(
@@ -72,11 +71,6 @@ class RankWatcher:
         return len(self.states) == self._world_size and all(
             state.phase != "start" for state in self.states.values()
         )
-
-    def long_phase(self) -> str:
-        """Returns the phase in which a rank has been for SLOW_S; "" if there is none."""
-        slow = (state.phase for state in self.states.values() if state.age_s > SLOW_S)
-        return next(slow, "")
 
     def look(self) -> RootCause | None:
         """Looks at all ranks once per LOOK_S; returns why the generation must end, or None."""

@@ -163,16 +163,12 @@ class PublishedFolder:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            self._bytes[name] = read_regular(self.file(name))
+            self._bytes[name] = read_regular(file_in(self.path, name))
         except OSError as error:
             raise CheckpointError(
                 f"{self.path / name}: cannot be read ({error.strerror})"
             ) from None
         return _parsed(self._bytes[name], f"{self.path / name}")
-
-    def file(self, name: str) -> Path:
-        """Returns the path of a file of the folder (`file_in`)."""
-        return file_in(self.path, name)
 
     def _add_indexed(self) -> None:
         """Adds the files of the index, which must say of every tensor in which of them it is."""
@@ -198,7 +194,7 @@ class PublishedFolder:
 
     def _add(self, file: str) -> None:
         """Adds the tensors in the header of a file of weights."""
-        path = self.file(file)
+        path = file_in(self.path, file)
         self._opened(file)  # checks the header
         with open(path, "rb") as stream:
             data = stream.read(int.from_bytes(stream.read(8), "little"))

@@ -137,14 +137,29 @@ def test_experts_are_updated_alike_in_any_slot_and_by_any_thread(
         assert torch.equal(whole, updated(list(bank.split(5, dim)), 1, dim))
 
 
+def fused(config: OptimConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer(config, model.named_parameters())
+
+
+def unfused(config: OptimConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        foreach=True,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
     """GPUs use it; here it runs on a CPU, resumed in the middle like a checkpoint."""
     config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
     found = []
-    for fused in (False, True):
+    for make in (unfused, fused):
         model = tiny_model("moeut", dtype=dtype)
-        optimizer = make_optimizer(config, model.named_parameters(), fused=fused)
+        optimizer = make(config, model)
         allocate_moments(model, optimizer, 0)
         generator = torch.Generator().manual_seed(0)
         for step in range(4):
@@ -154,7 +169,7 @@ def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
             if step == 2:
                 saved, _ = state_tensors(model, optimizer)
                 saved = {name: tensor.clone() for name, tensor in saved.items()}
-                optimizer = make_optimizer(config, model.named_parameters(), fused=fused)
+                optimizer = make(config, model)
                 allocate_moments(model, optimizer, step)
                 for name, tensor in state_tensors(model, optimizer)[0].items():
                     tensor.copy_(saved[name])

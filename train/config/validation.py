@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -51,6 +52,8 @@ def check_keys(model: BaseModel, path: str = "") -> None:
     """Raises ConfigError if a configuration has unknown keys, which pydantic's `model_copy` accepts."""
     for name, value in vars(model).items():
         where = f"{path}.{name}" if path else name
+        if isinstance(getattr(type(model), name, None), cached_property):
+            continue
         if name not in type(model).model_fields:
             raise ConfigError(f"{where}: unknown key{nearest(name, type(model).model_fields)}")
         if isinstance(value, BaseModel):

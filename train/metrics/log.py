@@ -290,6 +290,9 @@ def gap_of(name: str, why: str, step: int, lost: int = 1) -> Record:
     return Record("gap", step, time.time(), {"of": name, "why": why, "lost": lost})
 
 
+_CHANGED = "was deleted, cut or replaced: it lacks"
+
+
 class _JsonLines:
     """Appends each record to a file as one line of JSON.
 
@@ -302,7 +305,7 @@ class _JsonLines:
         self._size = os.fstat(self._file.fileno()).st_size
         self._why = ""  # lines are missing, which is not written yet
         if lacks_to and not self._size:
-            self._why = f"was deleted or emptied: it lacks the steps up to {lacks_to}"
+            self._why = f"{_CHANGED} the steps up to {lacks_to}"
 
     def write_one(self, record: Record) -> None:
         """Writes a line.
@@ -310,8 +313,8 @@ class _JsonLines:
         Raises:
             OSError: the line could not be written completely.
         """
-        if change := self._change():
-            self._why = f"{change}: it lacks the steps before {record.step}"
+        if self._has_changed():
+            self._why = f"{_CHANGED} the steps before {record.step}"
             file = append_to(self._path)
             self._file.close()
             self._file = file
@@ -334,17 +337,12 @@ class _JsonLines:
         finally:
             self._size = os.fstat(self._file.fileno()).st_size
 
-    def _change(self) -> str:
-        """Returns what became of the file since the last line; "" if readers see what is written."""
+    def _has_changed(self) -> bool:
         own = os.fstat(self._file.fileno())
         try:
-            if os.path.samestat(own, self._path.stat()):
-                return "was emptied or cut" if own.st_size < self._size else ""
+            return own.st_size < self._size or not os.path.samestat(own, self._path.stat())
         except FileNotFoundError:
-            return "is a link to nothing" if self._path.is_symlink() else "was deleted"
-        return "was replaced by " + (
-            "a folder" if self._path.is_dir() else "another file or a link"
-        )
+            return True
 
 
 def finite(value: Any) -> Any:

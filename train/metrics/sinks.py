@@ -108,7 +108,7 @@ class _Service:
         """Sends the lines that the service's run lacks, or all lines of this process to another run."""
         lines = self._sent.unsent(records)
         if self._sent.run is None:
-            self._leave()
+            self.close("stopped")
             self._open()
         self._send(lines)
         self._sent.note(lines)
@@ -116,10 +116,11 @@ class _Service:
     def _open(self) -> None:
         raise NotImplementedError
 
-    def _leave(self) -> None:
+    def _send(self, records: Sequence[Record]) -> None:
         raise NotImplementedError
 
-    def _send(self, records: Sequence[Record]) -> None:
+    def close(self, state: str) -> None:
+        """Ends the service's run."""
         raise NotImplementedError
 
 
@@ -158,9 +159,6 @@ class WandB(_Service):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def _leave(self) -> None:
-        self._run.finish(exit_code=1)
-
     def _send(self, records: Sequence[Record]) -> None:
         for record in records:
             row = dict(self._facts.points(record))
@@ -189,10 +187,6 @@ class MLflow(_Service):
         self._client = MlflowClient()
         run = self._sent.run
         self._run = run if run is not None and self._has_resumed(run) else self._create_run()
-
-    def _leave(self) -> None:
-        self._client.set_tag(self._run, "moebius.continued_in", self._sent.name)
-        self.close("stopped")
 
     def _send(self, records: Sequence[Record]) -> None:
         from mlflow.entities import Metric
@@ -247,8 +241,7 @@ class SentLines:
         self.name = facts.name  # of the service's run
         self._run_folder = facts.name
         self._known: dict[tuple[str, int], dict[str, float]] = {}  # what this process may repeat
-        self._last = -1  # the last step of that
-        self._repeated: list[Record] = []  # lines of this process up to there
+        self._repeated: list[Record] = []  # lines of this process up to `_last`
         for line in _lines_of(self._path):
             if "run" in line:
                 self.run, self.name, self._known = line["run"], line.get("name", self.name), {}
@@ -283,10 +276,10 @@ class SentLines:
 
     def note(self, records: Sequence[Record]) -> None:
         """Records on disk that records were sent."""
-        once = [record for record in records if record.kind in _ONCE_PER_STEP]
         lines = [
             {"kind": record.kind, "step": record.step, "numbers": _numbers(record)}
-            for record in once
+            for record in records
+            if record.kind in _ONCE_PER_STEP
         ]
         if lines:
             self._append(*lines)
@@ -325,15 +318,13 @@ def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def _numbers(record: Record) -> dict[str, float]:
     """Returns the numbers by which a repeated step is told from another one."""
-    return {name: record.values[name] for name in _TELLING if name in record.values}
+    return {name: value for name in _TELLING if (value := record.values.get(name)) is not None}
 
 
 def _are_equal(before: Mapping[str, Any], now: Mapping[str, float]) -> bool:
     """Returns whether two lines are of the same step: only the loss may differ, by rounding."""
     first, second = float(before.get("loss", 0)), float(now.get("loss", 0))
-    is_close = math.isclose(first, second, rel_tol=_ROUNDING) or (
-        first != first and second != second
-    )
+    is_close = math.isclose(first, second, rel_tol=_ROUNDING) or str(first) == str(second) == "nan"
     return is_close and {**before, "loss": 0} == {**now, "loss": 0}
 
 
@@ -357,6 +348,8 @@ def _why_wandb_is_closed(has_worked: bool) -> str:
 
 def _why_mlflow_is_closed(has_worked: bool) -> str:
     """Returns why MLflow's server does not answer; "" if it does, or has done so in this run."""
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        return "MLFLOW_TRACKING_URI is not set, for example to http://mlflow.example:5000"
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
@@ -383,10 +376,7 @@ class SinkKind:
     module: str  # imported before the first step, in the main thread
     advice: str  # for when it fails
     extra: str | None = None  # of moebius, which installs the module; None: a dependency does
-    variable: str | None = None  # required environment variable
-    why_closed: Callable[[bool], str] = lambda _worked: (
-        ""
-    )  # to this user; worked: in this run before
+    why_closed: Callable[[bool], str] | None = None  # to this user; given whether it once worked
 
 
 SINKS: Mapping[str, SinkKind] = {
@@ -407,7 +397,6 @@ SINKS: Mapping[str, SinkKind] = {
         "check that the server of $MLFLOW_TRACKING_URI is up and accepts MLFLOW_TRACKING_USERNAME "
         "and _PASSWORD, or _TOKEN",
         extra="mlflow",
-        variable="MLFLOW_TRACKING_URI",
         why_closed=_why_mlflow_is_closed,
     ),
 }
@@ -449,12 +438,8 @@ def _missing(names: Sequence[str], run_dir: Path) -> str:
             install = f'pip install "moebius[{kind.extra}]"' if kind.extra else "reinstall moebius"
             faults.append(f"{name!r} cannot be imported ({redact(str(error))}): {install}")
             continue
-        if kind.variable and not os.environ.get(kind.variable):
-            faults.append(
-                f"{name!r} needs the environment variable {kind.variable}: set it where the run is "
-                "started, for example to http://mlflow.example:5000"
-            )
-        elif why := kind.why_closed(any(_lines_of(_file_of(run_dir, name)))):
+        has_worked = any(_lines_of(_file_of(run_dir, name)))
+        if kind.why_closed and (why := kind.why_closed(has_worked)):
             faults.append(f"{name!r} cannot be used ({redact(why)}): {kind.advice}")
     return "; ".join(faults)
 
@@ -481,10 +466,9 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
         )
         for name in config.train.sinks
     ]
-    has_trained = first_step > 1 and any((run_dir / "checkpoints").glob("step_*"))
-    return MetricsLog(
-        run_dir, active=True, sinks=sinks, lacks_to=first_step - 1 if has_trained else 0
-    )
+    has_trained = any((run_dir / "checkpoints").glob("step_*"))
+    lacks_to = first_step - 1 if has_trained else 0
+    return MetricsLog(run_dir, active=True, sinks=sinks, lacks_to=lacks_to)
 
 
 # Shared by sinks --------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 _SECRETS_FOR_S = 1.0  # how long to cache the environment's secrets
 _STANDARD = (1, 2)
-_DELETED = " (deleted)"  # after the name that Linux gives a deleted file
 
 
 class ProcessLog:
@@ -60,19 +59,6 @@ class ProcessLog:
                 self._lost = lost
                 return False
             return True
-
-    def begin_anew_if_deleted(self) -> None:
-        """Begins a new file where somebody has deleted the log, so that later lines are found."""
-        with self._lock, contextlib.suppress(OSError):
-            path = os.readlink("/proc/self/fd/1")
-            if not path.endswith(_DELETED):
-                return
-            mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            file = os.open(path.removesuffix(_DELETED), mode, 0o644)
-            for descriptor in _STANDARD:
-                os.dup2(file, descriptor)
-            os.close(file)
-            self._put(_STANDARD[-1], b"[this log was deleted: a new one begins]\n")
 
     def _put(self, descriptor: int, data: bytes) -> None:
         left = memoryview(data)
@@ -169,6 +155,5 @@ def keep_log() -> None:
 def _look_after(log: ProcessLog) -> None:
     while True:
         time.sleep(LOOK_S)
-        log.begin_anew_if_deleted()
         _flush()
         log.tell_of_loss(_STANDARD[-1])

@@ -25,8 +25,6 @@ from moebius.cluster.report.run_report import read_report
 from moebius.cluster.stop import interrupts_stop_the_job, request_stop, stop_requested
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
 from moebius.cluster.supervise.job_supervisor import JobSupervisor, supervise
-from moebius.cluster.watch import watcher
-from moebius.cluster.watch.heartbeats import RankState
 from moebius.train.config.errors import EXIT_MISTAKE
 from tests.cluster.pretended import (
     OK,
@@ -744,41 +742,8 @@ def test_a_job_whose_metrics_are_gone_has_trained_nevertheless(tmp_path):
     assert "SUCCEEDED at step 5" in read_report(tmp_path).story()
 
 
-@pytest.mark.parametrize(
-    ("phase", "config", "told"),
-    [
-        (
-            "eval",
-            '{"train": {"compile": true}}',
-            "are compiling (train.compile=true) in the first eva",
-        ),
-        (
-            "compile",
-            '{"train": {"compile": true}}',
-            "compiling (train.compile=true) in the first step",
-        ),
-        ("compile", "", "the ranks are busy in the first step"),
-        ("step", "", None),
-    ],
-)
-def test_what_the_ranks_do_for_long_before_their_first_step(
-    tmp_path, monkeypatch, phase, config, told
-):
-    looks = []
-
-    def heartbeats(_node: PretendedNode) -> list[RankState]:
-        looks.append(read_status(tmp_path).reason)
-        return [RankState(0, phase, step=1, age_s=9.0)]
-
-    monkeypatch.setattr(PretendedNode, "heartbeats", heartbeats)
-    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
-    live(tmp_path, in_turn(*[waits] * 3, GOES_ON), configuration=config)
-    known = [entry for entry in Journal(tmp_path).entries() if "the ranks are" in entry.reason]
-    assert [(entry.state, told in entry.reason) for entry in known] == [
-        (State.STARTING, True)
-    ] * bool(told)
-    assert told is None or told in looks[-1]
-
-
-def waits(run_dir: Path) -> None:
-    return None
+@pytest.mark.parametrize("compiles", [True, False])
+def test_ranks_that_compile_say_so_before_their_first_step(tmp_path, compiles):
+    live(tmp_path, GOES_ON, configuration=json.dumps({"train": {"compile": compiles}}))
+    [started] = [one for one in Journal(tmp_path).entries() if one.state is State.STARTING]
+    assert ("train.compile=true" in started.reason) == compiles

@@ -73,19 +73,19 @@ def replaced_by_a_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meddle", "what"),
+    "meddle",
     [
-        (Path.unlink, "deleted"),
-        (lambda path: (path.unlink(), path.write_text("")), "replaced by another file"),
-        (lambda path: (path.unlink(), path.write_text('{"kind": "train", "st')), "replaced"),
-        (lambda path: path.write_text(""), "emptied"),
-        (lambda path: os.truncate(path, 30), "emptied or cut"),
-        (replaced_by_a_link, "replaced by another file or a link"),
-        (replaced_by_a_folder, "replaced by a folder"),
+        Path.unlink,
+        lambda path: (path.unlink(), path.write_text("")),
+        lambda path: (path.unlink(), path.write_text('{"kind": "train", "st')),
+        lambda path: path.write_text(""),
+        lambda path: os.truncate(path, 30),
+        replaced_by_a_link,
+        replaced_by_a_folder,
     ],
 )
 def test_a_file_that_somebody_changes_gets_all_later_lines_and_says_so_once(
-    tmp_path: Path, meddle: Callable[[Path], object], what: str
+    tmp_path: Path, meddle: Callable[[Path], object]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, active=True) as log:
@@ -100,7 +100,9 @@ def test_a_file_that_somebody_changes_gets_all_later_lines_and_says_so_once(
         ("train", 2),
         ("train", 3),
     ]
-    assert what in str(describe_trouble(lines[0]))
+    assert "deleted, cut or replaced: it lacks the steps before 2" in str(
+        describe_trouble(lines[0])
+    )
 
 
 @pytest.mark.parametrize("text", [None, ""])

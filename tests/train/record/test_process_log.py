@@ -138,16 +138,3 @@ if pid:
     for name, count in (("child", 20), ("parent", 10)):
         said = [int(line.split()[1]) for line in text.splitlines() if line.startswith(name)]
         assert sorted(said) == list(range(count))
-
-
-def test_a_deleted_log_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "logs/g001/node0/rank0.log"
-    code = f"""
-import time
-print("before"); os.unlink({str(path)!r})
-while not os.path.exists({str(path)!r}):
-    time.sleep(0.01)
-print("after"); os.write(2, b"and C++\\n")
-"""
-    told = run_rank(tmp_path, code)
-    assert told.splitlines() == ["[this log was deleted: a new one begins]", "after", "and C++"]
