@@ -96,11 +96,9 @@ def content_of(url: str) -> bytes | None:
     if not is_there:
         return None
     with opened(url) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        content = file.read(size if size <= MAX_BYTES else 64)
+        content = file.read(MAX_BYTES + 1)
     check_head(url, content)
-    if size > MAX_BYTES:
+    if len(content) > MAX_BYTES:
         raise InputError(f"{url}: has more than {MAX_BYTES >> 20} MiB, the limit of such a file")
     return content
 
