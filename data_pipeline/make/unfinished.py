@@ -106,7 +106,7 @@ def compare_files(config: PrepareConfig, folder: Path, tell: Callable[[str], Non
     pairs = list(zip(known, files, strict=True))
     if changed := [file.url for entry, file in pairs if not _is_same(file, *entry[1:])]:
         raise _made_of_others(folder, changed=changed)
-    if record is None and any(file.stamp for file in files):
+    if not record and any(file.stamp for file in files):
         tell(f"{folder} is older than records of files: only their names and sizes were compared")
     elif any(entry[2] != file.stamp for entry, file in pairs):
         with suppress(PrepareError):  # of another user; the next call hashes them again

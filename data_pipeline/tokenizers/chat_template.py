@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class ChatTemplate:
             if token.special
         }
         longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._spelled = re.compile("|".join(longest_first) or r"(?!)")
+        self._spelled = re.compile(f"({'|'.join(longest_first) or '(?!)'})")
 
     def encode_batch(
         self, pairs: Iterable[tuple[str, str]]
@@ -88,14 +88,6 @@ class ChatTemplate:
             # the document's own end follows
             ended = whole[len(begun) :].rstrip().removesuffix(self._tokenizer.end_of_document)
             yield self._ids(begun), self._ids(ended)
-
-    def check(self) -> None:
-        """Encodes a short conversation: a template that fails here fails everywhere.
-
-        Raises:
-            InputError: as for `encode_batch`.
-        """
-        next(self.encode_batch([("Hello", "Hi")]))
 
     def begin(self, prompt: str) -> np.ndarray:
         """Returns the ids of a conversation that an answer to one prompt continues.
@@ -129,19 +121,12 @@ class ChatTemplate:
         if _MARK not in text:
             return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=dtype)
         parts = [np.array([], dtype=dtype)]
-        for words, token in _split(self._spelled, text):
-            parts += self._tokenizer.encode_batch([words.replace(_MARK, "")]) if words else []
-            parts += [np.array([self._special[token]], dtype=dtype)] if token else []
+        for number, words in enumerate(self._spelled.split(text)):
+            if number % 2:
+                parts.append(np.array([self._special[words]], dtype=dtype))
+            elif words:
+                parts += self._tokenizer.encode_batch([words.replace(_MARK, "")])
         return np.concatenate(parts)
-
-
-def _split(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
-    """Yields what stands in front of each match and the match; at the end, the rest and ""."""
-    start = 0
-    for found in pattern.finditer(text):
-        yield text[start : found.start()], found[0]
-        start = found.end()
-    yield text[start:], ""
 
 
 # Rendering ---------------------------------------------------------------------------------------
@@ -171,7 +156,6 @@ def _rendered(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[str]
     return said["texts"]
 
 
-@cache
 def _require_jinja() -> None:
     try:
         version = metadata.version("jinja2")
