@@ -23,7 +23,6 @@ from .remote import RemoteFile
 # files beside the data of a data set, by the beginning of their names; none of its text
 _DESCRIPTIONS = {"readme", "license", "dataset_info", "dataset_infos", "dataset_dict", "state"}
 
-
 # what file systems report of a file that changes with its content
 _STAMPS = (
     *("mtime", "created", "ETag", "etag", "LastModified", "last_modified", "Last-Modified"),
