@@ -33,7 +33,9 @@ _BY_ESCAPE = {b"A": "ISO-2022-CN", b"C": "ISO-2022-KR"}
 
 def conversion(sample: bytes, old: str = "OLD", new: str = "NEW") -> str:
     """Returns what to do about a file that is not UTF-8, from some of its bytes."""
-    if _is_nearly_utf8(sample):
+    text = sample.decode("utf-8", errors="replace")
+    beyond_ascii = len(text) - len(text.encode("ascii", "ignore"))
+    if beyond_ascii > 4 * text.count("\ufffd"):
         return "Nearly all of its text is UTF-8, so it is damaged there: repair or fetch it again"
     found = guessed(sample)
     typed = f"iconv -f {next(iter(found), 'ENCODING')} -t UTF-8 {old} > {new}"
@@ -95,9 +97,3 @@ def decodes(sample: bytes, encoding: str = "utf-8") -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _is_nearly_utf8(sample: bytes) -> bool:
-    """Returns whether most characters beyond ASCII are UTF-8."""
-    text = sample.decode("utf-8", errors="replace")
-    return len(text) - len(text.encode("ascii", "ignore")) > 4 * text.count("\ufffd")
