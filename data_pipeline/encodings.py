@@ -13,26 +13,12 @@ SAMPLE_BYTES = 2**16
 
 # by Python's names, of what people have, the likelier one first; `iconv` knows all of them
 _WIDE = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
-_ORDER = [
-    *_WIDE,
-    *[
-        "euc_jp",
-        "cp932",
-        "gb18030",
-        "big5",
-        "big5hkscs",
-        "cp949",
-        "johab",
-        "cp1252",
-        "cp1250",
-        "cp1251",
-        "koi8_r",
-        "koi8_u",
-    ],
-    *["cp1253", "cp1254", "cp1255", "cp1256", "cp1257", "cp1258", "cp874"],
-    *(f"iso8859_{part}" for part in (2, 3, 5, 6, 7, 8, 9, 13, 14, 15, 16)),
-    *["cp866", "cp850", "cp437", "cp852", "cp862", "mac_roman", "mac_cyrillic"],
-]
+_ASIAN = ["euc_jp", "cp932", "gb18030", "big5", "big5hkscs", "cp949", "johab"]
+_WINDOWS = ["cp1252", "cp1250", "cp1251", "koi8_r", "koi8_u"]
+_WINDOWS += [f"cp{page}" for page in (1253, 1254, 1255, 1256, 1257, 1258, 874)]
+_ISO = [f"iso8859_{part}" for part in (2, 3, 5, 6, 7, 8, 9, 13, 14, 15, 16)]
+_OLD = ["cp866", "cp850", "cp437", "cp852", "cp862", "mac_roman", "mac_cyrillic"]
+_ORDER = [*_WIDE, *_ASIAN, *_WINDOWS, *_ISO, *_OLD]
 _WIDE_BYTES = 64  # shorter ones may mean anything as UTF-16
 # which of four bytes are null in much of a text
 _NULLS = {"0101": "UTF-16LE", "1010": "UTF-16BE", "0111": "UTF-32LE", "1110": "UTF-32BE"}
@@ -47,7 +33,9 @@ _BY_ESCAPE = {b"A": "ISO-2022-CN", b"C": "ISO-2022-KR"}
 
 def conversion(sample: bytes, old: str = "OLD", new: str = "NEW") -> str:
     """Returns what to do about a file that is not UTF-8, from some of its bytes."""
-    if _is_nearly_utf8(sample):
+    text = sample.decode("utf-8", errors="replace")
+    beyond_ascii = len(text) - len(text.encode("ascii", "ignore"))
+    if beyond_ascii > 4 * text.count("\ufffd"):
         return "Nearly all of its text is UTF-8, so it is damaged there: repair or fetch it again"
     found = guessed(sample)
     typed = f"iconv -f {next(iter(found), 'ENCODING')} -t UTF-8 {old} > {new}"
@@ -63,8 +51,8 @@ def guessed(sample: bytes) -> dict[str, str]:
     """Returns the likeliest encodings by `iconv`'s names, each with the first word that tells them apart."""
     from charset_normalizer import from_bytes
 
-    if wide := wide_encoding(sample):
-        return {wide: ""}
+    if certain := certain_encoding(sample):
+        return {certain: ""}
     sample = sample[:SAMPLE_BYTES]
     if sum(byte > 127 for byte in sample) < len(sample) / 10:  # too little for the library
         lines = [line for line in sample.split(b"\n") if not line.isascii()]
@@ -91,35 +79,21 @@ def iconv_name(name: str) -> str:
     return re.sub("-([LB]E)$", r"\1", plain)
 
 
-def wide_encoding(head: bytes) -> str:
-    """Returns UTF-16 or UTF-32 if a file begins with its mark, or has its null bytes; else ""."""
+def certain_encoding(head: bytes) -> str:
+    """Returns the encoding that a file's mark, null bytes or escapes between alphabets show; "" for none."""
     is_null = [64 * head[place:4096:4].count(0) > len(head[place:4096:4]) for place in range(4)]
     by_nulls = _NULLS.get("".join("01"[one] for one in is_null), "")
     marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
-    return marked or (by_nulls if by_nulls and _is(by_nulls, head) else "")
+    if marked or (by_nulls and decodes(head, by_nulls)):
+        return marked or by_nulls
+    found = _ESCAPES.search(head)
+    return _BY_ESCAPE.get(found[1], "ISO-2022-JP") if found else ""
 
 
-def is_utf8(sample: bytes) -> bool:
-    """Returns whether bytes are UTF-8, of which the last character may be cut."""
-    return _is("utf-8", sample)
-
-
-def _is(encoding: str, sample: bytes) -> bool:
+def decodes(sample: bytes, encoding: str = "utf-8") -> bool:
+    """Returns whether bytes are of an encoding; the last character may be cut."""
     try:
         codecs.getincrementaldecoder(encoding)().decode(sample)
     except UnicodeDecodeError:
         return False
     return True
-
-
-def escaped_encoding(head: bytes) -> str:
-    """Returns the encoding of a file in ASCII that switches alphabets by escapes; "" for none."""
-    found = _ESCAPES.search(head)
-    return _BY_ESCAPE.get(found[1], "ISO-2022-JP") if found else ""
-
-
-def _is_nearly_utf8(sample: bytes) -> bool:
-    """Returns whether most characters beyond ASCII are UTF-8."""
-    text = sample.decode("utf-8", errors="replace")
-    beyond = sum(map(text.count, set(text) - set(map(chr, range(128)))))
-    return beyond > 4 * text.count("\ufffd")

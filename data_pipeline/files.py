@@ -49,10 +49,8 @@ def read_regular(path: Path | str, *, max_bytes: int = MAX_BYTES) -> bytes:
         OSError: it cannot be read or is larger than `max_bytes`.
     """
     with open_regular(path) as file:
-        is_larger = file.seek(0, os.SEEK_END) > max_bytes
-        file.seek(0)
-        data = b"" if is_larger else file.read(max_bytes + 1)
-    if is_larger or len(data) > max_bytes:  # which grew meanwhile
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"Larger than {max_bytes >> 20} MiB", str(path))
     return data
 

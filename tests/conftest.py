@@ -15,7 +15,6 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -141,8 +140,6 @@ def _spread(chosen: int, total: int) -> set[int]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if used := sys.modules.get("moebius.data_pipeline.tokenizers.chat_template"):
-        used.end_renderer()
     deadline = time.monotonic() + LEAVE_S
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -46,19 +46,15 @@ def set_up_rules(config: PrepareConfig, work: Path) -> None:
 
 def document_rules(config: PrepareConfig, work: Path) -> tuple[DocumentRule, ...]:
     """Returns this process's rules: the filters in order, then decontamination."""
-    rules = _function_rules(config)
+    wants = "a function of a document's text"
+    rules: list[DocumentRule] = [
+        partial(_reason_of, path, import_own(path, where="prepare.filters", wants=wants))
+        for path in config.filters
+    ]
     if config.decontaminate is not None:
         index = load_index(work / _INDEX_FILE)
         rules.append(lambda text: (found := index.find(text)) and f"evaluation set: {found}")
     return tuple(rules)
-
-
-def _function_rules(config: PrepareConfig) -> list[DocumentRule]:
-    wants = "a function of a document's text"
-    return [
-        partial(_reason_of, path, import_own(path, where="prepare.filters", wants=wants))
-        for path in config.filters
-    ]
 
 
 def _reason_of(path: str, function: Callable[[str], Any], text: str) -> str | None:

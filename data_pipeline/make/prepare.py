@@ -255,14 +255,12 @@ class _Preparation:
             if not self._committer.num_train_tokens(source):
                 raise self._nothing_left(source)
         quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
-        record_files(self._config, self._folder, self._units)
+        record_files(self._folder)
         self._committer.complete(self._chooser.counts, quarantined, self._units)
 
     def _recall(self) -> None:
         """Finds what an earlier run has done, and what to do first."""
-        if not is_prepared(
-            self._folder
-        ):  # nothing is sealed without them: what was repaired counts
+        if not is_prepared(self._folder):  # nothing is sealed without them: repairs count
             forget_quarantined(self._folder)
         for index, unit in enumerate(self._units):
             if (entry := read_quarantined(self._folder, unit)) is not None:

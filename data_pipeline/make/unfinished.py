@@ -64,20 +64,17 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
     return manifest if manifest.complete else None
 
 
-def record_files(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
+def record_files(folder: Path) -> None:
     """Records the files that a folder is made of, for `compare_files`.
 
     Local files are hashed, which takes 1 s per GB and thread, unless they changed after they were planned.
     """
     plan = read_record(folder / UNFINISHED / _PLAN) or {}
-    planned = plan.get("stamps", {})  # older versions recorded none
-
-    def entry(file: FoundFile) -> tuple[str, int, str, str]:
-        stamp = planned.get(file.url, "")
-        return file.url, file.size, stamp, _digest(file.url, stamp)
-
+    files = [FoundFile(*file) for file in plan.get("files", ())]  # older versions planned none
     with ThreadPoolExecutor() as threads:
-        write_record(folder / _FILES, list(threads.map(entry, _files(config, units))))
+        digests = threads.map(_digest, files)
+        pairs = zip(files, digests, strict=True)
+        write_record(folder / _FILES, [(*file, digest) for file, digest in pairs])
 
 
 def compare_files(config: PrepareConfig, folder: Path, tell: Callable[[str], None]) -> None:
@@ -109,7 +106,7 @@ def compare_files(config: PrepareConfig, folder: Path, tell: Callable[[str], Non
     pairs = list(zip(known, files, strict=True))
     if changed := [file.url for entry, file in pairs if not _is_same(file, *entry[1:])]:
         raise _made_of_others(folder, changed=changed)
-    if record is None and any(file.stamp for file in files):
+    if not record and any(file.stamp for file in files):
         tell(f"{folder} is older than records of files: only their names and sizes were compared")
     elif any(entry[2] != file.stamp for entry, file in pairs):
         with suppress(PrepareError):  # of another user; the next call hashes them again
@@ -133,17 +130,17 @@ def _inputs(units: Sequence[Unit]) -> list[FoundFile]:
 def _is_same(file: FoundFile, size: int, stamp: str, digest: str) -> bool:
     if file.size != size or not stamp or file.stamp == stamp:
         return file.size == size
-    return bool(digest) and digest == _digest(file.url, file.stamp)
+    return bool(digest) and digest == _digest(file)
 
 
-def _digest(url: str, stamp: str) -> str:
-    """Returns the sha256 of a local file that has this stamp; "" of any other."""
+def _digest(file: FoundFile) -> str:
+    """Returns the sha256 of a local file that still has its stamp; "" of any other."""
     try:
-        if not stamp or not os.path.isfile(url):
+        if not file.stamp or not os.path.isfile(file.url):
             return ""
-        with open(url, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest if find_files(url, bool)[0][0].stamp == stamp else ""
+        with open(file.url, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return digest if find_files(file.url, bool)[0][0] == file else ""
     except (OSError, InputError):  # removed meanwhile
         return ""
 
@@ -275,25 +272,25 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> str:
         "spec_hash": config.spec_hash,
         "spec": config.spec,
         "units": [_without_stamps(unit) for unit in units],
-        "stamps": {file.url: file.stamp for file in _files(config, units)},
+        "files": _files(config, units),
     }
     path = folder / UNFINISHED / _PLAN
     with explained_write_errors(folder):
         go_on(folder)
         for debris in [*temporary_files(folder), *path.parent.glob(f"*{TEMPORARY}*")]:
             debris.unlink(missing_ok=True)
-    problem = _other_plan(path, plan) if path.exists() else ""
-    if problem and is_prepared(folder):
-        raise PrepareError(f"{folder} {problem}: {_ELSE}")
-    if problem:
+    found = read_record(path) if path.exists() else plan
+    if problem := _other_plan(found, plan):
+        if is_prepared(folder):
+            raise PrepareError(f"{folder} {problem}: {_ELSE}")
         with explained_write_errors(folder):
             _start_over(folder)
-    if problem or not path.exists():
+    if not path.exists():
         write_record(path, plan)
-    if problem:
+    if found is None or problem:
         return f"{folder} {problem}; it had sealed nothing and is started over"
-    began = (read_record(path) or plan).get("stamps", {})
-    touched = [url for url, stamp in plan["stamps"].items() if began.get(url, stamp) != stamp]
+    began = {FoundFile(*file) for file in found.get("files", plan["files"])}
+    touched = [file.url for file in plan["files"] if file not in began]
     words = f"{folder} was begun before {some_of(touched)} was last written to: prepare a new folder if "
     return f"{words}its text has changed" if touched else ""
 
@@ -305,9 +302,8 @@ def _without_stamps(unit: Unit) -> dict[str, Any]:
     return values
 
 
-def _other_plan(path: Path, plan: dict[str, Any]) -> str:
+def _other_plan(found: dict[str, Any] | None, plan: dict[str, Any]) -> str:
     """Describes how an interrupted preparation differs from a plan; "" if it does not."""
-    found = read_record(path)
     if found is None:
         return "holds an unfinished preparation whose plan is damaged"
     if found["spec_hash"] != plan["spec_hash"]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ...plugins import PYTHON, named_function
+from ...plugins import PYTHON, import_own, named_function
 from ..prepare_config import PrepareConfig
 from ..sources.documents import InputSplit, Role
 from ..sources.formats import plan_splits
@@ -73,7 +73,7 @@ def plan_units(
         PluginError: a function cannot be imported.
     """
     for name in config.filters:
-        named_function(name, where="prepare.filters", wants="a function of a document's text")
+        import_own(name, where="prepare.filters", wants="a function of a document's text")
     if config.tokenizer.startswith(PYTHON):
         named_function(config.tokenizer, where="prepare.tokenizer", wants="a function of words")
     splits = plan_splits(config, tell, lenient=lenient)

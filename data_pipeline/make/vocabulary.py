@@ -32,10 +32,9 @@ class Vocabulary:
         if config.tokenizer != "bpe" and not has_tokenizer(folder):
             tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else _opened(config)
             if config.uses_chat_template and (template := find_template(config.tokenizer)):
-                ChatTemplate(template, tokenizer, where=config.tokenizer).check()
-                with atomic_write(
-                    folder / TEMPLATE_FILE
-                ) as file:  # first: the tokenizer is the mark
+                chat = ChatTemplate(template, tokenizer, where=config.tokenizer)
+                next(chat.encode_batch([("Hello", "Hi")]))  # what fails here fails everywhere
+                with atomic_write(folder / TEMPLATE_FILE) as file:  # before its mark, the tokenizer
                     file.write(template)
             save_tokenizer(folder, tokenizer)
         self.is_ready = has_tokenizer(folder)

@@ -23,7 +23,6 @@ from .remote import RemoteFile
 # files beside the data of a data set, by the beginning of their names; none of its text
 _DESCRIPTIONS = {"readme", "license", "dataset_info", "dataset_infos", "dataset_dict", "state"}
 
-
 # what file systems report of a file that changes with its content
 _STAMPS = (
     *("mtime", "created", "ETag", "etag", "LastModified", "last_modified", "Last-Modified"),
@@ -96,11 +95,9 @@ def content_of(url: str) -> bytes | None:
     if not is_there:
         return None
     with opened(url) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        content = file.read(size if size <= MAX_BYTES else 64)
+        content = file.read(MAX_BYTES + 1)
     check_head(url, content)
-    if size > MAX_BYTES:
+    if len(content) > MAX_BYTES:
         raise InputError(f"{url}: has more than {MAX_BYTES >> 20} MiB, the limit of such a file")
     return content
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..data_config import MAX_DOCUMENT_BYTES
-from ..encodings import SAMPLE_BYTES, conversion, escaped_encoding, is_utf8, wide_encoding
+from ..encodings import SAMPLE_BYTES, certain_encoding, conversion, decodes
 from ..errors import InputError
 from ..files import fault
-from .compression import CHUNK_BYTES, check_head, chunks, is_compressed, text_bytes, unpacked_chunks
+from .compression import check_head, chunks, is_compressed, text_bytes, unpacked_chunks
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
 from .records import NOT_JSON, NOT_UTF8, SHOWN_CHARS, RecordRules, document_of, shown
@@ -78,12 +78,13 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
 def _check_text(split: InputSplit, head: bytes) -> None:
     """Raises an InputError with the remedy if a file's first bytes, unpacked, are not of lines."""
     check_head(split.url, head, is_unpacked=is_compressed(split.kind))
-    other = wide_encoding(head) or escaped_encoding(head)
-    is_one_line = b"\n" not in head and b"\r" in head.rstrip(b"\r") and is_utf8(head)
-    if other or is_one_line:
-        found = f"not UTF-8 but {other}" if other else "its lines end with a carriage return alone"
-        program = f"iconv -f {other} -t UTF-8" if other else "tr '\\r' '\\n' <"
-        raise InputError(f"{split.url}: {found}. Convert the file first: {program} OLD > NEW")
+    if other := certain_encoding(head):
+        raise InputError(f"{split.url}: not UTF-8 but {other}. {conversion(head)}")
+    if b"\n" not in head and b"\r" in head.rstrip(b"\r") and decodes(head):
+        raise InputError(
+            f"{split.url}: its lines end with a carriage return alone. Convert the file first: "
+            "tr '\\r' '\\n' < OLD > NEW"
+        )
 
 
 def _too_long(split: InputSplit) -> InputError:
@@ -122,9 +123,6 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
     except UnicodeDecodeError as error:
         if drop_faults:
             return shown(line.data), NOT_UTF8
-        if split.start:
-            with opened(split.url) as file:  # this split may be the first to be read
-                _check_text(split, file.read(CHUNK_BYTES))
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
             f"{error.reason}). {conversion(_sample(split, line))}; or drop such documents with "
@@ -138,9 +136,10 @@ def _sample(split: InputSplit, line: Line) -> bytes:
     with opened(split.url) as file:
         is_packed = is_compressed(split.kind)
         pieces = unpacked_chunks(file, split.url, split.kind) if is_packed else chunks(file)
-        head = next(pieces, b"")[:SAMPLE_BYTES]
-        if not is_utf8(head):
-            return head
+        head = next(pieces, b"")
+        _check_text(split, head)  # this split may be the first to be read
+        if not decodes(head[:SAMPLE_BYTES]):
+            return head[:SAMPLE_BYTES]
         if is_packed:
             return line.data[:SAMPLE_BYTES]
         file.seek(line.offset)

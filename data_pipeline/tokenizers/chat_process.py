@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own: a line of JSON asks, a line of JSON answers.
+"""Renders a chat template in a process of its own, which answers one request, in JSON.
 
 A template is a program that somebody else wrote. Jinja's sandbox keeps it away from Python, and the
 system keeps it within bounds: no in-process check stops `'a' * 10**9`, a doubling string and a loop in a
@@ -13,7 +13,6 @@ import signal
 import sys
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -36,14 +35,14 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def answer(line: bytes) -> dict[str, Any]:
+def answer(request: bytes) -> dict[str, Any]:
     """Renders a template with each context of a request; returns the texts, or what went wrong."""
-    template, contexts = json.loads(line.decode(errors="surrogatepass"))
+    template, contexts = json.loads(request)
     what = "cannot be compiled"
     try:
         compiled = _compiled(template)
         what = "cannot be rendered"
-        return {"texts": [_rendered(compiled, context, len(line)) for context in contexts]}
+        return {"texts": [_rendered(compiled, context, len(request)) for context in contexts]}
     except Exception as error:  # noqa: BLE001 (a template may raise anything)
         reason = ": ".join(filter(None, (type(error).__name__, f"{error!s:.500}")))
         shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in reason)
@@ -60,7 +59,6 @@ def _rendered(template: jinja2.Template, context: dict[str, Any], num_bytes: int
     return "".join(pieces)
 
 
-@lru_cache(maxsize=8)
 def _compiled(text: str) -> jinja2.Template:
     """Compiles a template in a sandbox, with what transformers offers to templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -99,18 +97,15 @@ def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) 
 
 
 def _serve() -> None:
-    """Answers requests until the other end of the pipe closes."""
+    """Answers the request of the other end of the pipe, within its bounds."""
     sys.set_int_max_str_digits(0)  # the time is bounded
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of C
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_BYTE * len(line))
-        with suppress(ValueError, OSError):  # a lower limit is set, or macOS, which takes none
-            memory = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(line)
-            resource.setrlimit(resource.RLIMIT_AS, (memory, most))
-        said = json.dumps(answer(line), ensure_ascii=False) + "\n"
-        sys.stdout.buffer.write(said.encode(errors="surrogatepass"))
-        sys.stdout.buffer.flush()
+    request = sys.stdin.buffer.read()
+    # its signal ends the process, also inside of C
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_BYTE * len(request))
+    with suppress(ValueError, OSError):  # a lower limit is set, or macOS, which takes none
+        memory = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(request)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    sys.stdout.write(json.dumps(answer(request)))
 
 
 if __name__ == "__main__":

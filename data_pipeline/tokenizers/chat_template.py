@@ -8,18 +8,15 @@ the names that transformers gives them. Only special tokens that the template wr
 that spells one stays text. The date is a constant, so that the same records always give the same bytes.
 """
 
-import atexit
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -37,15 +34,7 @@ TEMPLATE_FILE = "chat.json"
 _JOIN = "prepare.chat_template=false joins prompts and answers without it"
 _OLDEST_JINJA = (3, 1, 6)  # earlier sandboxes have known escapes
 _MARK = "\ufdd0"  # a noncharacter: no text has it, and it breaks the spelling of a special token
-_NAMES = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
 class ChatTemplate:
@@ -54,7 +43,7 @@ class ChatTemplate:
     def __init__(
         self, saved: bytes, tokenizer: Tokenizer, *, where: str, advice: str = _JOIN
     ) -> None:
-        """Compiles a template.
+        """Reads a template, which is compiled where it is first rendered.
 
         Args:
             saved: the content of `TEMPLATE_FILE`.
@@ -63,14 +52,13 @@ class ChatTemplate:
             advice: what to do without the template, for messages.
 
         Raises:
-            InputError: the template or Jinja cannot be used, or the tokenizer is of another kind.
+            InputError: the file is damaged, or the tokenizer is of another kind.
         """
         self._name, self._advice = f"the chat template of {where}", advice
         self._tokenizer = tokenizer
         if TOKENIZER_FILE not in tokenizer.files:
             raise InputError(f"{self._name} needs a tokenizer.json beside it; {advice}")
         self._text, self._names = _parts_of(saved, where)
-        self._render([])
         self._library = plain_library(tokenizer.files[TOKENIZER_FILE].decode("utf-8-sig"))
         self._library.encode_special_tokens = False  # the template's own are special
         self._special = {
@@ -79,7 +67,7 @@ class ChatTemplate:
             if token.special
         }
         longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._spelled = re.compile("|".join(longest_first) or r"(?!)")
+        self._spelled = re.compile(f"({'|'.join(longest_first) or '(?!)'})")
 
     def encode_batch(
         self, pairs: Iterable[tuple[str, str]]
@@ -100,14 +88,6 @@ class ChatTemplate:
             # the document's own end follows
             ended = whole[len(begun) :].rstrip().removesuffix(self._tokenizer.end_of_document)
             yield self._ids(begun), self._ids(ended)
-
-    def check(self) -> None:
-        """Encodes a short conversation: a template that fails here fails everywhere.
-
-        Raises:
-            InputError: as for `encode_batch`.
-        """
-        next(self.encode_batch([("Hello", "Hi")]))
 
     def begin(self, prompt: str) -> np.ndarray:
         """Returns the ids of a conversation that an answer to one prompt continues.
@@ -141,25 +121,15 @@ class ChatTemplate:
         if _MARK not in text:
             return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=dtype)
         parts = [np.array([], dtype=dtype)]
-        for words, token in _split(self._spelled, text):
-            parts += self._tokenizer.encode_batch([words.replace(_MARK, "")]) if words else []
-            parts += [np.array([self._special[token]], dtype=dtype)] if token else []
+        for number, words in enumerate(self._spelled.split(text)):
+            if number % 2:
+                parts.append(np.array([self._special[words]], dtype=dtype))
+            elif words:
+                parts += self._tokenizer.encode_batch([words.replace(_MARK, "")])
         return np.concatenate(parts)
 
 
-def _split(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
-    """Yields what stands in front of each match and the match; at the end, the rest and ""."""
-    start = 0
-    for found in pattern.finditer(text):
-        yield text[start : found.start()], found[0]
-        start = found.end()
-    yield text[start:], ""
-
-
 # Rendering ---------------------------------------------------------------------------------------
-
-_lock = Lock()
-_started: dict[int, subprocess.Popen[bytes]] = {}  # by the process that started it
 
 
 def _rendered(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -169,52 +139,23 @@ def _rendered(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[str]
         ValueError: it cannot be compiled or rendered.
     """
     _require_jinja()
-    request = json.dumps([template, contexts], ensure_ascii=False).encode(errors="surrogatepass")
-    with _lock:
-        process, line = _renderer(), b""
-        try:
-            process.stdin.write(request + b"\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
-            line = process.stdout.readline()  # type: ignore[union-attr]
-        except BrokenPipeError:
-            pass
-        except BaseException:  # such as Ctrl-C: the answer must not reach the next request
-            end_renderer()
-            raise
-        if not line.endswith(b"\n"):
-            is_slow = process.wait() == -signal.SIGPROF
-            why = "takes too much time" if is_slow else "ends its process"
-            raise ValueError(f"cannot be rendered (it {why})")
-    said = json.loads(line.decode(errors="surrogatepass"))
+    script = Path(__file__).with_name("chat_process.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)],  # -P: its folder holds no modules for it
+        input=json.dumps([template, contexts]).encode(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # so that Ctrl-C reaches this process alone, which then ends it
+    )
+    if done.returncode:
+        why = "takes too much time" if done.returncode == -signal.SIGPROF else "ends its process"
+        raise ValueError(f"cannot be rendered (it {why})")
+    said = json.loads(done.stdout)
     if "error" in said:
         raise ValueError(said["error"])
     return said["texts"]
 
 
-def _renderer() -> subprocess.Popen[bytes]:
-    """Returns this process's renderer, and starts one if there is none or it has ended."""
-    process = _started.get(os.getpid())
-    if process is None or process.poll() is not None:
-        script = Path(__file__).with_name("chat_process.py")
-        command = [sys.executable, "-P", str(script)]  # -P: its folder holds no modules for it
-        pipe, none = subprocess.PIPE, subprocess.DEVNULL
-        # a session of its own: Ctrl-C ends it through the pipe
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=none, start_new_session=True
-        )
-        _started[os.getpid()] = process
-    return process
-
-
-@atexit.register
-def end_renderer() -> None:
-    """Ends this process's renderer, if it has one; the next rendering starts another."""
-    if (process := _started.pop(os.getpid(), None)) is not None:
-        process.kill()
-        process.wait()
-
-
-@cache
 def _require_jinja() -> None:
     try:
         version = metadata.version("jinja2")
@@ -249,7 +190,8 @@ def template_of_files(template: bytes | None, config: bytes | None) -> bytes | N
         return None
     if not isinstance(text, str):
         raise ValueError(f"{CONFIG_FILE}: chat_template is {text!r:.60}, not a template")
-    names = {name: token for name in _NAMES if (token := named_token(values, name))}
+    keys = [f"{kind}_token" for kind in _NAMED]
+    names = {key: token for key in keys if (token := named_token(values, key))}
     return json.dumps({"template": text, "names": names}).encode()
 
 

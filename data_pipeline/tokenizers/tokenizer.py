@@ -40,7 +40,8 @@ def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "")
     Raises:
         ValueError: a file is invalid, or the tokenizer lacks the token.
     """
-    end = end_of_document or eos_token(files.get(CONFIG_FILE, b"{}"))
+    config = files.get(CONFIG_FILE, b"{}")
+    end = end_of_document or named_token(json_object(config, CONFIG_FILE), "eos_token")
     if TOKENIZER_FILE not in files:
         return SentencePieceTokenizer(files[MODEL_FILE], end_of_document=end)
     text = files[TOKENIZER_FILE].decode("utf-8-sig")
@@ -49,11 +50,6 @@ def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "")
         return BytesTokenizer()
     check_file(described)
     return HuggingFaceTokenizer(text, end_of_document=end or END_OF_DOCUMENT)
-
-
-def eos_token(config: bytes) -> str:
-    """Returns the `eos_token` of a tokenizer_config.json, which is a string or an object."""
-    return named_token(json_object(config, CONFIG_FILE), "eos_token")
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
