@@ -93,7 +93,7 @@ def render_plans(report: dict[str, Any], *, top: int) -> Group:
         table,
         Text(""),
         Text("the rows as keys", style="dim"),
-        *(Text(_keys(*row), no_wrap=True, overflow="ignore") for row in shown),
+        *(Text(_keys(*row)) for row in shown),
         Text(""),
         *map(Text, (*_skew(report), *_muon(report))),
         *(Text(line, style="yellow") for line in _warnings(report)),

@@ -23,6 +23,7 @@ import moebius
 from moebius import api
 from moebius.cli.main import main
 from moebius.cluster.job import JobError, JobStatus, RootCause, State, submitted_to
+from moebius.cluster.report import run_records
 from moebius.evaluation.perplexity import measure
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
@@ -107,7 +108,7 @@ def test_a_run_from_python(trained: Trained, tmp_path: Path) -> None:
         moebius.fit(config.model_copy(update={"optim": RECIPES["dense"]().optim}), run_dir)
     with pytest.raises(ConfigError, match=r"did you mean train\.steps"):
         moebius.load_config(run_dir, "train.stepz=9")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         moebius.resume(tmp_path)
 
 
@@ -190,7 +191,7 @@ def test_the_truth_of_an_answer_ends_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object, ends: bool | None
 ) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr(api, "request_stop", asked.append)
+    monkeypatch.setattr(run_records, "request_stop", asked.append)
     with nullcontext() if ends is not None else pytest.raises(TypeError, match=r"\.all\(\) or"):
         with api._telling(tmp_path, lambda _record: answer):
             (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
@@ -212,7 +213,7 @@ def test_a_configuration_is_derived_from_another() -> None:
         ("", {"d_modell": 5}, "d_modell: unknown key"),
         ("", {"model": {"d_model": 5}}, r'moebius\.recipe\(config, "model\.KEY=VALUE"\)'),
         ("model", {"d_modell": 5}, r"model\.d_modell: unknown key; did you mean d_model\?"),
-        ("train", {"steps": -5}, r"train\.steps: Input should be greater than 0"),
+        ("train", {"steps": -5}, r"train\.steps: must be an integer > 0"),
         ("prepare", {"vocab_size": 99_999}, "make them equal"),
     ],
 )

@@ -27,7 +27,7 @@ from small_corpus import shards_of_words
 
 import moebius
 from moebius import plugins
-from moebius.cli.console import print_message, print_plain, terminal
+from moebius.cli.console import console, print_message, print_plain
 from moebius.cli.main import build_parser
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, Launch, State
@@ -527,7 +527,7 @@ def test_a_foreign_text_gives_a_terminal_no_orders(capsys: pytest.CaptureFixture
     foreign = "a\x1b]0;b\x1b[2Jc\x9b1m\u202ed"
     print_message("error", foreign)
     print_plain(foreign)
-    terminal().print(foreign, markup=False)
+    console().print(foreign, markup=False)
     with pytest.raises(SystemExit):
         build_parser().parse_args(["train", "smoke", f"--step={foreign}"])
     shown = "".join(capsys.readouterr())

@@ -39,7 +39,6 @@ from ...plugins import distrust, is_published, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
-from ..evaluate import check_validation
 
 # A continued run may change where it runs, how long, and what it reports. All other keys determine
 # what it computes.
@@ -235,6 +234,8 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
         order = None if data.override_position else position
         with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
             loader.samples.check_enough(train.steps * batch)
+        from ..evaluate import check_validation  # which imports a process's half second of torch
+
         check_validation(config)
 
 
