@@ -232,9 +232,9 @@ def _chosen(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.A
 
 def _hint_for(rest: Sequence[str]) -> str:
     """Returns a hint at the key that an unknown option such as `--steps 10` means."""
+    from ..train.config.keys import known_keys
     from ..train.config.run_config import Config
     from ..train.config.suggestions import suggest
-    from ..train.config.validation import known_keys
 
     option = next((word for word in rest if word.startswith("--")), "")
     name = option.partition("=")[0].removeprefix("--")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.files import append_line, write_atomically
-from ..plugins import is_run, runs_near
+from ..plugins import is_published, is_run, runs_near
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
 from . import liveness
@@ -297,9 +297,9 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
         raise JobError(f"{run_dir}: there is no such folder{runs_near(run_dir)}")
     if not entries:
         again = f": enter `moebius train` or `moebius submit` again with --run-dir {run_dir}"
-        hint = again if (run_dir / CONFIG).exists() else runs_near(run_dir)
-        if is_run(run_dir):
-            hint = f"; `moebius resume {run_dir}` starts one"
+        hint = f"; `moebius resume {run_dir}` starts one" if is_run(run_dir) else runs_near(run_dir)
+        if (run_dir / CONFIG).exists() and not is_run(run_dir) and not is_published(run_dir):
+            hint = again
         raise JobError(f"{run_dir}: no job was started in this folder (it has no {JOURNAL}){hint}")
     current = current_submission(entries)
     last = current[-1]

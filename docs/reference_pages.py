@@ -18,7 +18,8 @@ from mkdocs.structure.pages import Page
 
 from moebius.cli.main import build_parser
 from moebius.cli.models.catalogue import catalogue, short
-from moebius.train.config.reference import Key, keys, section_documents
+from moebius.train.config.keys import Key
+from moebius.train.config.reference import keys, section_documents
 from moebius.train.recipes.smoke import RECIPES
 
 RECIPES_HERE = "<!-- the table of recipes -->"

@@ -193,7 +193,7 @@ def test_the_truth_of_an_answer_ends_a_run(
     asked: list[Path] = []
     monkeypatch.setattr(run_records, "request_stop", asked.append)
     with nullcontext() if ends is not None else pytest.raises(TypeError, match=r"\.all\(\) or"):
-        with api._telling(tmp_path, lambda _record: answer):
+        with run_records.telling(tmp_path, lambda _record: answer):
             (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
     assert asked == ([tmp_path] if ends in (True, None) else [])
 

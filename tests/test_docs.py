@@ -316,9 +316,9 @@ def test_every_check_is_seen_to_fail() -> None:
 
 def test_words_of_other_frameworks_are_one_table() -> None:
     """The page shows what `moebius config WORD` searches."""
+    from moebius.train.config.keys import known_keys
     from moebius.train.config.run_config import Config
     from moebius.train.config.suggestions import words_known_elsewhere
-    from moebius.train.config.validation import known_keys
 
     page, known = _text("docs/words.md"), {key for key, _ in known_keys(Config)}
     table = words_known_elsewhere()

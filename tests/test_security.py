@@ -37,12 +37,16 @@ from moebius.data_pipeline.make import prepare as preparing
 from moebius.data_pipeline.make.commit import ManifestWriter
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint import pieces
-from moebius.distributed.checkpoint.format import CheckpointError, find_checkpoint, open_checkpoint
+from moebius.distributed.checkpoint.format import (
+    CheckpointError,
+    find_checkpoint,
+    read_meta,
+)
 from moebius.distributed.checkpoint.source import SOURCE_FILES, Source, keep_small_files
+from moebius.evaluation.restore import checkpoint_config
 from moebius.export.families.mixtral import MIXTRAL
 from moebius.export.families.table import open_family
 from moebius.export.hf.family_folder import Origin, origin_of
-from moebius.export.hf.model_folder import config_of
 from moebius.export.published import import_published
 from moebius.model.config.model_config import ModelConfig
 from moebius.train.config.resolve import resolve
@@ -383,6 +387,12 @@ def test_a_stranger_s_name_leads_to_a_module_of_the_user_s_or_nowhere(
         assert read_and_import()
 
 
+def config_of_newest(run: Path) -> Config:
+    """Reads the configuration in a checkpoint, as an export does."""
+    checkpoint = find_checkpoint(run)
+    return checkpoint_config(checkpoint, read_meta(checkpoint).meta)
+
+
 def test_a_run_of_one_s_own_goes_on_with_its_own_parts(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,7 +403,7 @@ def test_a_run_of_one_s_own_goes_on_with_its_own_parts(
         moebius.load(run)
         moebius.load_config(run, "train.steps=2")
         moebius.start_from(run, "own_text")
-        config_of(open_checkpoint(find_checkpoint(run)))
+        config_of_newest(run)
 
     def forget() -> None:
         plugins._foreign.clear()
@@ -416,7 +426,7 @@ def test_a_run_of_one_s_own_goes_on_with_its_own_parts(
         lambda: moebius.load_config(run, "train.steps=2"),
         lambda: moebius.start_from(run, "own_text"),
         lambda: moebius.start_from(f"{run}@1", None, "train.steps=2"),
-        lambda: config_of(open_checkpoint(find_checkpoint(run))),
+        lambda: config_of_newest(run),
     ):
         with pytest.raises(ValueError, match=f"MOEBIUS_PARTS={NAME}:Router before the command"):
             opens()

@@ -124,8 +124,8 @@ def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
 
 def _is_override(word: str) -> bool:
     """Returns whether a word is meant as `key=value`, with or without its section."""
+    from ...train.config.keys import known_keys
     from ...train.config.run_config import Config
-    from ...train.config.validation import known_keys
 
     key, equals, _ = word.partition("=")
     known = {key for key, _ in known_keys(Config)}

@@ -11,7 +11,7 @@ from ..console import console, print_plain
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...train.config.reference import Key
+    from ...train.config.keys import Key
     from ...train.config.run_config import Config
 
 _MOST_FOUND = 10  # rows of a search
@@ -163,7 +163,8 @@ def _entry(key: "Key") -> list[tuple[str, str]]:
 
 def _differences(config: "Config") -> "RenderableType":
     """Returns the values of a configuration that differ from their defaults."""
-    from ...train.config.reference import changes, toml_value
+    from ...train.config.keys import toml_value
+    from ...train.config.reference import changes
 
     rows = [(path, *map(toml_value, values)) for path, *values in changes(config)]
     return _table(["key", "value", "default"], rows)

@@ -269,7 +269,9 @@ def test_no_line_wraps_in_a_pipe_and_no_word_breaks_in_a_terminal(
 
 def test_every_command_prints_to_the_one_console() -> None:
     files = Path(cli.__file__).parent.rglob("*.py")
-    assert {file.name for file in files if re.search(r"(?<!\()\bConsole\(", file.read_text())} == set()
+    assert {
+        file.name for file in files if re.search(r"(?<!\()\bConsole\(", file.read_text())
+    } == set()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])

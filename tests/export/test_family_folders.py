@@ -320,7 +320,7 @@ def test_9_a_tied_head_is_one_parameter_with_one_gradient(tmp_path: Path) -> Non
 
 
 def test_10_an_imported_run_resumes_at_step_0_without_moments(tmp_path: Path) -> None:
-    import_folder(folder_of("hf_qwen3_moe_a"), tmp_path / "run", None, OVERRIDES)
+    import_folder(folder_of("hf_qwen3_moe_a"), tmp_path / "run", "own_text", OVERRIDES)
     kept_files = {path.name for path in (tmp_path / "run" / "source").iterdir()}
     assert {
         "tokenizer.json",

@@ -376,7 +376,7 @@ def test_an_imported_run_and_its_folder_say_what_to_type(moebius: Any, imported:
         ),
         (
             ("eval", folder),
-            "is not a run folder (no checkpoints); it holds published weights: `moebius ckpt",
+            f"it holds published weights: `moebius ckpt import {folder} --run-dir RUN`",
         ),
         (("resume", folder), f"`moebius ckpt import {folder} --run-dir RUN` makes a run of them"),
         (("train", run), f"is a run, not a recipe; `moebius resume {run}` continues it"),

@@ -37,11 +37,11 @@ from ...plugins import (
     trust,
 )
 from .errors import ConfigError
-from .reference import toml_value
+from .keys import KINDS, known_keys, toml_value
 from .run_config import Config
 from .schedule import default_floor
 from .suggestions import suggest
-from .validation import KINDS, known_keys, validated
+from .validation import validated
 
 _TEXT = {"prepare.input", "prepare.sources"}
 _SHORT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.I)  # 2B tokens, 0.5T

@@ -3,24 +3,18 @@
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
-from ...model.config.model_config import SECTIONS
 from ...model.config.sections import plain_message
 from ...plugins import nearest, some_of
 from ..record.redaction import secret_places
 from .errors import ConfigError
+from .keys import Key, keys_of, known_keys
 from .suggestions import suggest
 
-if TYPE_CHECKING:
-    from .reference import Key
-
 MAX_WHOLE = 2**63 - 1  # the largest number of torch and Arrow
-# The sections with kinds, by their whole path.
-KINDS = {f"model.{path}": section for path, section in SECTIONS.items()}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -60,36 +54,13 @@ def check_keys(model: BaseModel, path: str = "") -> None:
             check_keys(value, where)
 
 
-def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields every possible key of a configuration, over all kinds, sections before their keys."""
-    for name, field in kind.model_fields.items():
-        where = f"{path}.{name}" if path else name
-        yield where, field
-        if where in KINDS:
-            section = KINDS[where]
-            kinds: Any = Literal[tuple(section.classes)]
-            yield f"{where}.kind", FieldInfo(annotation=kinds)
-            models = map(section.config_of, section.classes.values())
-        else:
-            models = _models_in(field.annotation)
-        for model in models:
-            yield from known_keys(model, where)
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
-
-
 def _explain(entry: Any, kind: type[BaseModel]) -> str:
     where = ".".join(f"{part!s:.200}" for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
         return f"  {where}: unknown key{suggest(where, (key for key, _ in known_keys(kind)))}"
     message = plain_message(entry)
     is_section = isinstance(entry["input"], dict) or not where
-    if entry["type"] != "value_error" and (whole := _whole_key(entry["loc"])):
+    if entry["type"] != "value_error" and (whole := _whole_key(entry["loc"], kind)):
         where, message = whole.path, f"must be {whole.wanted}"
         is_section = False
     given = "" if is_section else f" (given: {entry['input']!r:.200})"
@@ -98,11 +69,9 @@ def _explain(entry: Any, kind: type[BaseModel]) -> str:
     return f"  {where}: {message}{given}" if where else f"  {message}"
 
 
-def _whole_key(place: tuple[int | str, ...]) -> "Key | None":
+def _whole_key(place: tuple[int | str, ...], kind: type[BaseModel]) -> Key | None:
     """Returns the key at the place of an error, which may lie in a part of its value."""
-    from .reference import keys
-
-    known = {key.path: key for key in keys()}
+    known = {key.path: key for key in keys_of(kind)}
     paths = (".".join(map(str, place[:end])) for end in range(len(place), 0, -1))
     return next((known[path] for path in paths if path in known), None)
 

@@ -9,10 +9,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from moebius.cli.main import main
+from moebius.train.config.keys import known_keys
 from moebius.train.config.reference import changes, commented, keys
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
-from moebius.train.config.validation import known_keys, validated
+from moebius.train.config.validation import validated
 from moebius.train.recipes.smoke import RECIPES
 
 KEYS = {key.path: key for key in keys()}
