@@ -18,7 +18,7 @@ from ...data_pipeline.files import json_object
 from ...distributed.checkpoint.format import CheckpointError, StoredCheckpoint
 from ...distributed.checkpoint.loading import dtype_named, read_tensor
 from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
-from ...distributed.checkpoint.source import kept_files, read_source
+from ...distributed.checkpoint.source import SOURCE_FILES, kept_files, read_source
 from ...model.config.model_config import ModelConfig
 from ..families.family import Family
 from ..families.table import family_of, pieces_of
@@ -46,7 +46,7 @@ class Origin:
         """Returns the dtypes of the published tensors that are unlike most, and of "most"."""
         if DTYPES_FILE not in self.files:
             return {"most": "float32"}
-        where = f"{self.folder / DTYPES_FILE}"
+        where = f"{self.run_dir / SOURCE_FILES / DTYPES_FILE}"
         try:
             found = json_object(self.files[DTYPES_FILE], where)
             return {**found["others"], "most": found["most"]}
@@ -105,7 +105,8 @@ def family_config(
 ) -> str:
     """Returns config.json: the original with what has changed, or a new one in both dialects."""
     family, model = origin.family, origin.model
-    values = json_object(origin.files.get(CONFIG_FILE, b"{}"), f"{origin.folder / CONFIG_FILE}")
+    where = f"{origin.run_dir / SOURCE_FILES / CONFIG_FILE}"
+    values = json_object(origin.files.get(CONFIG_FILE, b"{}"), where)
     if not values:
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids
