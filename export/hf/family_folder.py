@@ -124,9 +124,8 @@ def family_config(
 ) -> str:
     """Returns config.json: the original with what has changed, or a new one in both dialects."""
     family, model = origin.family, origin.model
-    values = json_object(
-        origin.files.get(CONFIG_FILE, b"{}"), f"{origin.run_dir / SOURCE_FILES / CONFIG_FILE}"
-    )
+    where = f"{origin.run_dir / SOURCE_FILES / CONFIG_FILE}"
+    values = json_object(origin.files.get(CONFIG_FILE, b"{}"), where)
     if not values:
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids

@@ -69,9 +69,8 @@ def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> Non
     torch.testing.assert_close(logits, recorded, atol=1e-5, rtol=0)
 
 
-def tiny() -> tuple[dict[str, Tensor], Config]:
-    """Returns a small model's weights under the release's names, and its configuration."""
-    model = Transformer(tiny_config("moeut", {"vocab_size": VOCABULARY}))
+def released(model: Transformer) -> dict[str, Tensor]:
+    """Returns drawn weights of a MoEUT under the release's names."""
     generator = torch.Generator().manual_seed(1)
     names = {
         "attention.query.weight": "attention.q.weight",
@@ -96,8 +95,15 @@ def tiny() -> tuple[dict[str, Tensor], Config]:
         else:
             first, dot, rest = name.partition(".")
             weights[outer[first] + dot + rest] = value
+    return weights
+
+
+def tiny() -> tuple[dict[str, Tensor], Config]:
+    """Returns a small model's weights under the release's names, and its configuration."""
+    model = Transformer(tiny_config("moeut", {"vocab_size": VOCABULARY}))
     prepare = PrepareConfig(tokenizer="bytes")
-    return weights, Config(model=model.config, data=DataConfig(seq_len=20), prepare=prepare)
+    config = Config(model=model.config, data=DataConfig(seq_len=20), prepare=prepare)
+    return released(model), config
 
 
 @pytest.fixture
