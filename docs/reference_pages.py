@@ -20,9 +20,9 @@ from moebius.cli.main import build_parser
 from moebius.cli.models.catalogue import catalogue, short
 from moebius.train.config.keys import Key
 from moebius.train.config.reference import keys, section_documents
+from moebius.train.config.suggestions import words_known_elsewhere
 from moebius.train.recipes.smoke import RECIPES
 
-RECIPES_HERE = "<!-- the table of recipes -->"
 ROOT = Path(__file__).resolve().parents[1]
 LINK_OUT = re.compile(
     r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^)#]+)(?P<place>#[^)]*)?\)"
@@ -114,8 +114,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replaces links to files of the repository by their pages, their code, their names, or pictures."""
-    if RECIPES_HERE in markdown:
-        markdown = markdown.replace(RECIPES_HERE, recipe_table())
+    for mark, table in TABLES.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, table())
     up = "../" * page.file.src_uri.count("/")
 
     def replaced(found: re.Match[str]) -> str:
@@ -207,3 +208,18 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
     for group in groups:
         for command in group.choices.values():
             yield from _commands(command)
+
+
+def word_table() -> str:
+    """Returns the words of other frameworks with the keys or answers that they lead to."""
+    rows = [
+        f"| {', '.join(words)} | {meant if ' ' in meant else f'`{meant}`'} |"
+        for meant, words in words_known_elsewhere().items()
+    ]
+    return "\n".join(["| you know | here |", "|---|---|", *rows])
+
+
+TABLES = {
+    "<!-- the table of recipes -->": recipe_table,
+    "<!-- the table of words -->": word_table,
+}

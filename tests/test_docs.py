@@ -314,17 +314,11 @@ def test_every_check_is_seen_to_fail() -> None:
     assert {check for check, _, _ in FAULTS} == {*CHECKS, paths_in_sources_exist}
 
 
-def test_words_of_other_frameworks_are_one_table() -> None:
-    """The page shows what `moebius config WORD` searches."""
+def test_words_of_other_frameworks_lead_to_keys_that_exist() -> None:
     from moebius.train.config.keys import known_keys
     from moebius.train.config.run_config import Config
     from moebius.train.config.suggestions import words_known_elsewhere
 
-    page, known = _text("docs/words.md"), {key for key, _ in known_keys(Config)}
-    table = words_known_elsewhere()
-    rows = [
-        f"| {', '.join(words)} | {meant if ' ' in meant else f'`{meant}`'} |"
-        for meant, words in table.items()
-    ]
-    assert page.partition("|---|---|\n")[2].splitlines() == rows
-    assert {meant for meant in table if " " not in meant} <= known
+    known = {key for key, _ in known_keys(Config)}
+    assert {meant for meant in words_known_elsewhere() if " " not in meant} <= known
+    assert "<!-- the table of words -->" in _text("docs/words.md")

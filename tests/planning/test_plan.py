@@ -164,7 +164,9 @@ def plan(moebius: Callable[..., Any], terminal: None) -> Callable[..., str]:
 def test_one_line_per_layout_best_first_and_nothing_cut(words: str, plan: Any) -> None:
     lines = plan(words).splitlines()
     assert max(map(len, lines)) <= 80
-    below = " ".join(map(str.strip, lines[lines.index("the rows as keys") + 1 :])).partition("  ")[0]
+    below = " ".join(map(str.strip, lines[lines.index("the rows as keys") + 1 :])).partition("  ")[
+        0
+    ]
     keys = [f"job.num_nodes={line}" for line in below.split("job.num_nodes=")[1:]]
     header, *rows = (line.split() for line in lines[: lines.index("")])
     for row, line in zip(rows, keys, strict=True):

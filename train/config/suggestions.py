@@ -15,7 +15,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def words_known_elsewhere() -> dict[str, list[str]]:
     """Returns words of other frameworks (words.txt), by our key or by an answer.
 
-    They are the last names of keys there, or whole dotted keys. docs/words.md shows this table.
+    They are the last names of keys there, or whole dotted keys. The site shows them as a table.
     """
     lines = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8").splitlines()
     table = (line.partition(" | ") for line in lines)
