@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -81,11 +81,9 @@ def dtype_before(run_dir: Path) -> Precision:
     """Returns the dtype of the own export that a run began with, or else float32."""
     kept = run_dir / SOURCE_FILES / CONFIG_FILE
     text = kept.read_bytes() if kept.exists() else b"{}"
-    names: dict[str, Precision] = {
-        str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()
-    }
-    dtype = str(json_object(text, str(kept)).get("dtype"))
-    return names.get(dtype, "fp32") if _is_own(text) else "fp32"
+    dtype = f"torch.{json_object(text, str(kept)).get('dtype')}"
+    found = (name for name in get_args(Precision) if str(DTYPES[name]) == dtype)
+    return next(found, "fp32") if _is_own(text) else "fp32"
 
 
 def family_tensors(

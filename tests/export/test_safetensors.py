@@ -146,7 +146,7 @@ def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 EDITS: list[tuple[str, dict[str, Any], str]] = [
-    ("model.d_model", {"d_model": -4}, r"model\.d_model: .* greater than 0 \(given: -4\)"),
+    ("model.d_model", {"d_model": -4}, r"model\.d_model: must be an integer > 0, .*\(given: -4\)"),
     ("a word", {"norm": "sideways"}, r"model\.norm: .*\(given: 'sideways'\)"),
     ("unknown", {"d_modell": 4}, r"model\.d_modell: unknown key"),
     ("another width", {"d_model": 36}, r"hidden_size=\d+ and model\.d_model=36 differ"),
@@ -234,14 +234,14 @@ def test_files_are_small_enough_and_the_index_says_where_everything_is(
             ["CHECKPOINT", "--out", "step_00000007"],
             "only a checkpoint may be called step_<number>; choose another name",
         ),
-        (["nowhere", "--out", "out"], "nowhere: has no checkpoint"),
+        (["nowhere", "--out", "out"], "nowhere: there is no such folder"),
         (
             ["RUN", "--out", "out", "--step", "3"],
             "has no checkpoint of step 3; it has those of 7",
         ),
         (
-            ["CHECKPOINT", "--out", "out", "--step", "7"],
-            "is a checkpoint: give a run folder to select a step",
+            ["CHECKPOINT", "--out", "out", "--step", "3"],
+            "--step 3 name two steps: leave one of them out",
         ),
     ],
 )

@@ -145,8 +145,8 @@ def _is_section(annotation: Any) -> bool:
 def default_kind(path: str, kind: type[BaseModel]) -> str:
     """Returns a section's default kind."""
     first, *names = path.split(".")
-    info = kind.model_fields[first]
-    value: Any = info.get_default() if info.annotation is None else info.annotation()
+    section: Any = kind.model_fields[first].annotation
+    value = section()
     for name in names:
         value = getattr(value, name)
     return value
