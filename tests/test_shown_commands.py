@@ -66,8 +66,8 @@ ELSEWHERE = {
     "python -m moebius_conform": "satellites/conform/tests/test_conform.py",
 }
 # What the reader of a page has done before.
-OLMOE = (
-    "moebius train olmoe_small --run-dir runs/other",
+OLMOE = (  # of no recipe's size
+    "moebius train olmoe_small model.feed_forward.num_experts=24 --run-dir runs/other",
     "moebius ckpt export runs/other --out OLMoE-1B-7B-0924",
 )
 MINE = ("moebius train own_text train.steps=2000 --run-dir runs/mine",)
