@@ -370,7 +370,8 @@ def test_a_wrong_argument_is_told_in_words(
         *(moebius.history, moebius.RunHistory, moebius.Config.load, moebius.find_runs),
         *(lambda given, f=f: f(given, nowhere) for f in (moebius.prepare, moebius.fit)),
         *(lambda given, f=f: f(given, nowhere) for f in (moebius.submit, moebius.export)),
-        *(lambda given, f=f: f("smoke", given) for f in (moebius.recipe, moebius.load)),
+        lambda given: moebius.recipe("smoke", given),
+        lambda given: moebius.load("smoke", given),  # type: ignore[call-arg]
         *(lambda given, f=f: f(tiny, nowhere, show=given) for f in (moebius.fit, moebius.submit)),
         lambda given: moebius.recipe("smoke", train=given),
         lambda given: moebius.recipe("smoke", train__steps=given),
@@ -417,9 +418,9 @@ def test_what_a_wrong_argument_means_is_taken_or_said(trained: Trained) -> None:
     for call, told in (
         (lambda: moebius.fit("smokee", "x"), "did you mean smoke"),
         (
-            lambda: moebius.fit({}, "x"),
+            lambda: moebius.fit({}, "x"),  # type: ignore[arg-type]
             r'fit: config must be .* for example moebius.recipe\("smoke"',
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: moebius.fit(loaded, "x"), "is a checkpoint, not a recipe; --from"),
         (lambda: loaded.generate(["a", "b"]), "Once upon a time.*; call it once for each"),  # type: ignore[arg-type]
         (lambda: loaded.tokenizer.decode([999]), "whole numbers below 257"),

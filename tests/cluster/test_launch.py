@@ -201,6 +201,8 @@ def test_a_run_that_lost_its_configuration_goes_on_with_that_of_its_checkpoint(r
         ),
     )
     assert Config.load(run_dir / "config.json").train.steps == 9
+
+
 def test_a_run_of_many_passes_is_advised_against(run_dir, tmp_path):
     config = Config.load(run_dir / "config.json")
     many = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3000})})

@@ -31,7 +31,7 @@ def restored(tmp_path: Path) -> Restored:
 @pytest.fixture
 def asked(restored: Restored, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """Returns a function that gives the ids of a prompt; the model answers "Fine", its end, and more."""
-    tokenizer = open_tokenizer(str(restored.run_dir / "source"))
+    tokenizer = open_tokenizer(str(restored.checkpoint / "source"))
     answer = [*tokenizer.encode_batch(["Fine"])[0], tokenizer.end_of_document_id, 65]
     prompts: list[list[int]] = []
 
@@ -53,7 +53,7 @@ def asked(restored: Restored, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_chat_asks_as_the_template_says_and_ends_with_the_answer(
     restored: Restored, asked: Callable[..., list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = open_tokenizer(str(restored.run_dir / "source"))
+    tokenizer = open_tokenizer(str(restored.checkpoint / "source"))
     special = {tokenizer._library.token_to_id(one) for one in tokenizer.special_tokens}  # type: ignore[attr-defined]
     ids = asked("How <|im_end|>?", chat=True)
     assert sum(index in special for index in ids) == 4
@@ -63,7 +63,7 @@ def test_chat_asks_as_the_template_says_and_ends_with_the_answer(
 
 
 def test_a_run_without_a_template_says_so(restored: Restored, tmp_path: Path) -> None:
-    (restored.run_dir / "source" / "tokenizer_config.json").write_text(
+    (restored.checkpoint / "source" / "tokenizer_config.json").write_text(
         '{"eos_token": "<|im_end|>"}'
     )
     options = {"num_tokens": 1, "temperature": 0.0, "seed": 0, "chat": True}

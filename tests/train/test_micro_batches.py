@@ -273,7 +273,7 @@ def test_a_run_goes_on_where_no_target_counts_and_logs_no_loss(tmp_path: Path, c
     text, folder = tmp_path / "text.jsonl", tmp_path / "shards"
     records = [{"q": f"{n}" * 999, "a": "y"} for n in range(30)]
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
-    values = {"prompt_field": "q", "answer_field": "a", "tokenizer": "bytes"}
+    values: dict[str, Any] = {"prompt_field": "q", "answer_field": "a", "tokenizer": "bytes"}
     prepare(PrepareConfig(input=(str(text),), validation_fraction=0.3, **values), folder)
     sizes = {"steps": 2, "global_batch": 1, "micro_batch": 1, "eval_rows": 1}
     config = make_config(folder, train=sizes)

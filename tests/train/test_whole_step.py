@@ -133,7 +133,8 @@ def slow_gradients(model: Transformer, micro_batches: list, passes: list) -> tup
     for each, options in zip(micro_batches, passes, strict=True):
         outs.append(model(each.inputs_BS, targets_BS=each.targets_BS, options=options))
     sequences = MICRO * len(outs)
-    loss = sum(o.cross_entropy / length + o.regularisation_B.sum() for o in outs) / sequences
+    losses = [o.cross_entropy / length + o.regularisation_B.sum() for o in outs]
+    loss = torch.stack(losses).sum() / sequences
     named = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     carried = {key: sum(o.carried[key].double() for o in outs) for key in outs[0].carried}

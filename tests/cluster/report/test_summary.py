@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from pairwise import slow_but
@@ -226,7 +227,8 @@ def test_panels_line_up_and_the_load_has_its_ceiling(tmp_path: Path, model, ceil
         draw_summary(tmp_path)
     loss, rate, load = figures[0].axes
     assert loss.get_xlim() == rate.get_xlim() == load.get_xlim()
-    assert [line.get_ydata()[0] for line in load.lines[1:]] == [ceiling] * bool(ceiling)
+    lines = [np.asarray(line.get_ydata())[0] for line in load.lines[1:]]
+    assert lines == [ceiling] * bool(ceiling)
 
 
 @pytest.mark.parametrize(

@@ -343,9 +343,11 @@ def test_a_file_that_cannot_be_opened_is_left_out_on_demand(suffix, damage, tmp_
             with pytest.raises(InputError, match=rf"bad\.{suffix}"):
                 prepare(config, tmp_path / policy, on_poison=policy)
         completion = prepare(config, tmp_path / "d", on_poison="quarantine").completion
+        assert completion is not None
         assert [lost.input.count("bad.") for lost in completion.quarantined] == [1]
     (tmp_path / f"bad.{suffix}").write_bytes(whole)
     completion = prepare(config, tmp_path / "repaired", on_poison="quarantine").completion
+    assert completion is not None
     assert not completion.quarantined
 
 
@@ -364,6 +366,7 @@ def test_what_was_repaired_before_anything_was_sealed_is_read(tmp_path):
     bad = Path(config.input[BAD])
     bad.write_text(bad.read_text().replace("POISON", "HARMLE"))
     completion = prepare(config, tmp_path / "d").completion
+    assert completion is not None
     assert completion is not None
     assert not completion.quarantined
 
@@ -384,5 +387,6 @@ def test_a_folder_of_which_nothing_is_left_can_be_used_again(tmp_path, tokenizer
                 prepare(config, tmp_path / "d")
             assert not list((tmp_path / "d").glob("manifest-*")), "nothing that a reader refuses"
     completion = prepare(config, tmp_path / "d").completion
+    assert completion is not None
     assert completion is not None
     assert not completion.quarantined

@@ -54,7 +54,9 @@ def opened(data: DataConfig, **options: Any) -> Loader:
 def test_passes_are_those_of_the_source_that_is_repeated_most(made):
     samples = OrderedSamples(made.config(weights={"a": 1.0, "b": 9.0, "c": 1.0}), BatchFetcher())
     rows, [tokens] = 10_000, [samples.prepared.manifest.segments("b")[0].num_tokens("train")]
-    count, source, size = samples.passes(11 * rows)
+    passes = samples.passes(11 * rows)
+    assert passes is not None
+    count, source, size = passes
     assert (source, size) == ("b", tokens)
     assert count == pytest.approx(9 * rows * S / tokens, rel=1e-3)
     object.__setattr__(samples.prepared.manifest, "completion", None)
