@@ -1,5 +1,7 @@
 """`moebius eval --loops`: the same weights, repeated more or less often."""
 
+import shutil
+
 import pytest
 
 from moebius.cli.main import main
@@ -89,7 +91,8 @@ def test_loops_that_are_no_numbers_are_refused(loops, capsys):
 def test_a_model_that_shares_no_layers_has_no_other_number_of_loops(bytes_run, tmp_path, capsys):
     config = Config.load(bytes_run / "config.json")
     model = config.model.changed({"layers_per_group": config.model.num_layers})
-    config.model_copy(update={"model": model}).save(tmp_path / "config.json")
+    run_dir = shutil.copytree(bytes_run, tmp_path / "run")
+    config.model_copy(update={"model": model}).save(run_dir / "config.json")
     with pytest.raises(SystemExit):
-        main(["eval", str(tmp_path), "--loops", "2"])
+        main(["eval", str(run_dir), "--loops", "2"])
     assert "the model shares no layers" in capsys.readouterr().err

@@ -25,6 +25,7 @@ def stream_of(run_dir, rows: int) -> np.ndarray:
     return np.concatenate([found[:, :-1].ravel(), found[-1, -1:]])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("stride", [1, 24, S])
 def test_every_token_is_scored_once_with_the_context_that_its_window_gives(bytes_run, stride):

@@ -89,7 +89,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Computed, Comput
     return ours, {file.stem: load_file(file) for file in folder.glob("*.out")}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUB_SMALL)
 def test_logits_are_those_of_the_family_s_own_class(
     name: str, computed: tuple[Computed, Computed]

@@ -56,6 +56,7 @@ def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, di
         return result.meter.reduce()["loss"].item(), validation, gradients(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(ROUTERS, "transition"))
 def test_no_layout_changes_loss_gradients_or_validation(
     kind: str, data: Path, tmp_path: Path

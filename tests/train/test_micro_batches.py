@@ -157,6 +157,7 @@ def one_document_at_a_time(
         return total / count, regularisation, count
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
     data: Path, tmp_path: Path
 ) -> None:

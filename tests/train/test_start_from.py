@@ -115,6 +115,7 @@ def test_a_run_has_its_own_rate_data_and_steps(trained: Path, data: Path, tmp_pa
     assert (source.step, Path(source.path).name) == (2, "step_00000002")
 
 
+@pytest.mark.slow
 def test_it_begins_where_the_source_ended(trained: Path, data: Path, tmp_path: Path) -> None:
     config = config_of(data, train__eval_every=4, **OWN_SETTINGS)
     run_ranks(run_training, 1, opened(trained, config, tmp_path / "run"), tmp_path / "run")

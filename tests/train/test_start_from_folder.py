@@ -113,7 +113,7 @@ CASES = [("qwen3_moe", *layout) for layout in LAYOUTS]
 CASES += [(family, *LAYOUTS[at]) for family in FAMILIES[1:] for at in (1, 3)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "world", "mesh"), CASES, ids=str)
 def test_every_layout_reads_the_same_bits(
     family: str, world: int, mesh: tuple[str, ...], published: dict, tmp_path: Path

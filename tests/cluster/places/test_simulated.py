@@ -63,6 +63,7 @@ def start_user(tmp_path: Path) -> tuple[subprocess.Popen[str], dict]:
     return user, json.loads(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )

@@ -208,7 +208,7 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
     assert "fail_if_told" in (failed.root_cause.traceback or "")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.fault("F24")
 @pytest.mark.parametrize(
     ("wanted", "told"),

@@ -159,6 +159,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name / "step_00000007" for name in (*LAYOUTS, MOVED)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", slow_but([1, 2, 3, 4], 4))
 def test_every_layout_loads_every_other(world: int, saved: dict[str, Path]) -> None:
     names = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world]

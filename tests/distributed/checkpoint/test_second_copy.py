@@ -192,6 +192,7 @@ def test_a_run_goes_on_from_the_copy_of_what_is_gone_or_damaged(
     assert not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_damaged_here_and_there_means_the_one_before(run_dir: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     run_ranks(save_and_go_on, 1, run_dir, place, [10, 20])
