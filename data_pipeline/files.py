@@ -49,7 +49,8 @@ def read_regular(path: Path | str, *, max_bytes: int = MAX_BYTES) -> bytes:
         OSError: it cannot be read or is larger than `max_bytes`.
     """
     with open_regular(path) as file:
-        data = file.read(max_bytes + 1)
+        # no more than it has: Python asks for the memory of what it may read
+        data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"Larger than {max_bytes >> 20} MiB", str(path))
     return data

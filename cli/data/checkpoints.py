@@ -187,6 +187,8 @@ def _import(options: argparse.Namespace) -> int:
             import_folder(options.file, options.out, name, overrides, family=options.family)
         )
         return 0
+    if not options.file.exists():
+        raise ValueError(f"{options.file}: there is no such file or folder")
     if name is None:
         raise ValueError(
             f"{options.file}: name the recipe of its model; `moebius models` lists them"
