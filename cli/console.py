@@ -41,7 +41,13 @@ def console(*, stderr: bool = False) -> "Console":
             before = self._width
             self._width = max(self.width, 1, *(measure(one).minimum for one in objects))
             try:
-                super().print(*objects, **options)
+                if self.is_terminal:
+                    super().print(*objects, **options)
+                else:  # without the spaces that fill a table's last column
+                    with self.capture() as shown:
+                        super().print(*objects, **options)
+                    self.file.write(re.sub(" +$", "", shown.get(), flags=re.MULTILINE))
+                    self.file.flush()
             finally:
                 self._width = before
 

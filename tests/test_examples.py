@@ -125,6 +125,7 @@ def test_the_router_is_spread_over_ranks_without_another_line() -> None:
         torch.testing.assert_close(logits_BSV, model(tokens_of(rank)).logits_BSV, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_router_trains_on_two_ranks(shards: Path, tmp_path: Path) -> None:
     router = {"kind": ROUTER, "p": 0.5}
     config = small(shards, model__feed_forward__router=router)

@@ -237,6 +237,7 @@ def test_a_part_like_the_built_in_one_trains_to_the_same_losses(
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd?momentum=0", "adamw"])
 def test_a_run_with_own_parts_resumes_bit_for_bit(

@@ -188,7 +188,7 @@ def _import(options: argparse.Namespace) -> int:
         )
         return 0
     if not options.file.exists():
-        raise ValueError(f"{options.file}: there is no such file or folder")
+        raise ValueError(f"{options.file}: is not a file or folder")
     if name is None:
         raise ValueError(
             f"{options.file}: name the recipe of its model; `moebius models` lists them"

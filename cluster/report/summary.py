@@ -61,9 +61,9 @@ def closing_words(
     for name, value in _rows(status, history, picture):
         # causes hold [brackets], and paths must not lose their ends
         table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
-    parts: list[Any] = [title, Padding(table, (0, 0, 0, 2))]
+    parts: list[Any] = [title, Padding.indent(table, 2)]
     if status.state in (State.FAILED, State.LOST):
-        parts += [Padding(part, (0, 0, 0, 2)) for part in _explain(status, told=words)]
+        parts += [Padding.indent(part, 2) for part in _explain(status, told=words)]
     return Group(*parts)
 
 
@@ -128,7 +128,7 @@ def _explain(status: JobStatus, *, told: str) -> list[Any]:
         parts.append(Text(f"at {cause.where}"))
     if cause and cause.traceback:
         last = "\n".join(cause.traceback.splitlines()[-12:])
-        parts.append(Padding(Text(last, style="dim"), (0, 0, 0, 2)))
+        parts.append(Padding.indent(Text(last, style="dim"), 2))
     if cause and cause.log:
         parts.append(Text(f"log: {status.run_dir / cause.log}"))
     return ["", *parts] if parts else []

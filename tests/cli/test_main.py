@@ -245,6 +245,7 @@ _LONG = "folder-" * 12 + "run"
         ["config", "smoke", "--diff"],
         ["models", "smoke", "moeut"],
         ["status", "."],
+        ["status", _LONG],
         ["plan", "smoke", "--nodes", "1"],
     ],
     ids=" ".join,
@@ -264,6 +265,7 @@ def test_no_line_wraps_in_a_pipe_and_no_word_breaks_in_a_terminal(
     shown = moebius(*words).out
     assert {word for word in piped.split() if len(word) > 7} <= {*shown.split()}
     assert len(piped.splitlines()) <= len(shown.splitlines())
+    assert " " * 200 not in piped, "lines are padded to a width that a pipe does not have"
     assert all(len(line.rstrip()) <= 80 or _LONG in shown for line in shown.splitlines())
 
 

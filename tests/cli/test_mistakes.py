@@ -146,7 +146,7 @@ prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5' is unk
 data nothere                                    | invalid choice: 'nothere' (choose from 'ls', 'peek', 'verify')
 data verify nothere                             | nothere
 ckpt verify nothere                             | there is no such folder; runs here: runs/mine
-ckpt import nothere --run-dir x                 | nothere: there is no such file or folder
+ckpt import nothere --run-dir x                 | nothere: is not a file or folder
 cluster down                                    | no simulated cluster is up; start one with `moebius cluster up
 models nothere.toml                             | nothere.toml: cannot be read
 submit smoke --detach                           | --detach needs --address

@@ -209,7 +209,7 @@ def train_steps(ep, set_to_none, num_steps):
         return torch.cat([dense, once]).detach(), experts.detach()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_weights_after_steps_equal_one_process(set_to_none):
     [(dense, experts)] = run_ranks(train_steps, 1, 1, True, 4)

@@ -176,7 +176,7 @@ def test_promises_of_evaluation_alone_are_kept_there(name: str) -> None:
             assert served_in_full or not promises.dropless
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:

@@ -82,7 +82,7 @@ def test_every_published_recipe_is_tested() -> None:
     assert sized == PUBLISHED_COUNTS.keys() | WITHOUT_A_PUBLISHED_COUNT
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("variant", [*slow_but(VARIANTS, *list(VARIANTS)[::3]), *PROGRAMS])
 def test_generation_with_the_cache_equals_the_full_pass(variant: str) -> None:
     model = make_any(variant).double().eval()

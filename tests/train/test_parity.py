@@ -129,6 +129,7 @@ def uneven_step(
         return result.meter.reduce()["loss"].item(), gradients(run)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_numbers_of_tokens_make_the_same_step(
     data: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def recover(directory):
         return found.path.name, found.meta.meta["step"], list(found.damaged), names
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F16")
 @pytest.mark.parametrize(
     ("how", "name"),
