@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import moebius
+from moebius.plugins import run_and_step
 
 MAX_POINTS = 1500
 MAX_LOADS = 400
@@ -144,7 +145,7 @@ class Runs:
     """Holds the runs below a folder, including those started while the page is open."""
 
     def __init__(self, root: Path):
-        self.root = moebius.history(root).run_dir
+        self.root = run_and_step(root)[0]
         self._followed: dict[str, FollowedRun] = {}
         self._lock = threading.Lock()
 
