@@ -26,5 +26,10 @@ def test_the_last_three_lines_are_read(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert last_load(tmp_path).tolist() == [[0.5, 0.5]]
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"kind": "train", "step": 1, "loss": 1.0}) + "\n"
+    )
     with pytest.raises(ValueError, match="no run with experts"):
+        last_load(tmp_path)
+    with pytest.raises(ValueError, match="there is no such folder"):
         last_load(tmp_path / "nowhere")

@@ -155,5 +155,5 @@ def test_the_command_scores_runs_of_a_task_and_refuses_others(
     assert "12 depth steps (trained with 6)" in shown
     with pytest.raises(ValueError, match="to none of the tasks p_hop"):
         main([str(trained)])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="is not a run folder"):
         main([str(run / "nowhere")])
