@@ -156,9 +156,9 @@ def stop(run_dir: str | PathLike[str], *, now: bool = False) -> JobStatus:
 def find_runs(folder: str | PathLike[str]) -> list[Path]:
     """Returns the run folders up to three levels below a folder, most recently active first.
 
-    A run folder contains only itself.
+    A run folder contains only itself, which RUN@STEP names too.
     """
-    return sorted(_find_runs(Path(folder)), key=_active_at, reverse=True)
+    return sorted(_find_runs(run_and_step(folder)[0]), key=_active_at, reverse=True)
 
 
 @contextlib.contextmanager

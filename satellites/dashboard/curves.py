@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import moebius
-from moebius.plugins import run_and_step
 
 MAX_POINTS = 1500
 MAX_LOADS = 400
@@ -145,7 +144,7 @@ class Runs:
     """Holds the runs below a folder, including those started while the page is open."""
 
     def __init__(self, root: Path):
-        self.root = run_and_step(root)[0]
+        self.root = root
         self._followed: dict[str, FollowedRun] = {}
         self._lock = threading.Lock()
 
@@ -158,8 +157,8 @@ class Runs:
             return list(found)
 
     def _name_of(self, run_dir: Path) -> str:
-        is_root = run_dir == self.root
-        return run_dir.absolute().name if is_root else str(run_dir.relative_to(self.root))
+        is_below = self.root in run_dir.parents  # a run, or RUN@STEP, has none below it
+        return str(run_dir.relative_to(self.root)) if is_below else run_dir.absolute().name
 
     def chosen(self, names: Sequence[str]) -> list[FollowedRun]:
         """Returns the named runs that exist, read to the end."""
