@@ -143,7 +143,7 @@ def test_a_template_that_still_imports_serves_the_next_generation(tmp_path):
 def test_a_template_that_stands_still_is_replaced(node, tmp_path, monkeypatch):
     monkeypatch.setattr(template_process, "KILL_TIMEOUT_S", 0.3)
     launch = fake_launch(tmp_path, "plain=1")
-    [template] = template_pids(tmp_path)
+    [template] = wait_for(lambda: template_pids(tmp_path), what="the template")
     os.kill(template, signal.SIGSTOP)
     node.start(attempt_of(launch, node))
     node.stop()
