@@ -62,11 +62,12 @@ class Routed(NamedTuple):
 
     def of_each(self, routers: int) -> "list[Routed]":
         """Returns what each of several routers decides."""
-        logits, sums = (
-            [None] * routers if each is None else each.unflatten(1, (routers, -1)).unbind(1)
-            for each in (self.logits_THA, self.sums_BHA)
-        )
-        return [*map(Routed, logits, self.experts_THK.unbind(), self.gates_THK.unbind(), sums)]
+        logits = self.logits_THA.unflatten(1, (routers, -1)).unbind(1)
+        found = [*map(Routed, logits, self.experts_THK.unbind(), self.gates_THK.unbind())]
+        if self.sums_BHA is None:
+            return found
+        sums = self.sums_BHA.unflatten(1, (routers, -1)).unbind(1)
+        return [each._replace(sums_BHA=own) for each, own in zip(found, sums, strict=True)]
 
 
 def by_triton(x_TD: Tensor) -> bool:
@@ -119,7 +120,8 @@ def route_top_k(
     number, sums_BHA = 0, None
     if by_triton(x_TD):
         (weight_ED,), number = shared_weights(weight_ED, defer=False)
-    if not by_triton(x_TD) or (num_sequences and len(x_TD) % num_sequences):
+    is_summed = num_sequences and len(x_TD) and len(x_TD) % num_sequences == 0
+    if not is_summed or not by_triton(x_TD):
         num_sequences = 0
     sizes = top_k, heads, routers, num_sequences
     logits_TE, experts_THK, gates_THK, sums_BE = _route_top_k(

@@ -1,7 +1,8 @@
 """The router as one operation against its steps, in torch without Triton."""
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,12 +13,16 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.kernels.fused import router as kernel
-from moebius.kernels.fused.router import Gate, can_route, route_top_k
+from moebius.kernels.fused.router import Gate, Routed, can_route, route_top_k
+from moebius.model.balance import choice_sums
 from moebius.model.execution.recompute import run_recomputed
 from moebius.model.initialise import uniform
 from moebius.model.routers import router as routers
+from moebius.model.routers import sigmoid
+from moebius.model.routers.router import Choice
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
 from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
+from moebius.model.routing import Routing, token_routes
 
 FLOAT64 = torch.float64
 
@@ -219,3 +224,50 @@ def test_a_second_run_takes_the_first_ones_experts(
     y.sum().backward()
     assert len(seen) == 2
     assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "together"),
+    [
+        ({}, SigmoidRouter, True),
+        ({"top_k": 3}, SigmoidRouter, False),
+        ({"balance": 0.5}, SigmoidRouter, False),
+        ({}, type("Own", (SigmoidRouter,), {}), False),
+    ],
+)
+def test_only_equal_built_in_routers_share_a_kernel(
+    changes: dict[str, Any],
+    kind: type[SigmoidRouter],
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(sigmoid, "by_triton", lambda x_TD: True)
+    monkeypatch.setattr(
+        SigmoidRouter, "route_in_one", lambda *_, routers, **__: asked.append(routers)
+    )
+    config = SigmoidConfig(top_k=2)
+    first, second = (
+        kind(one, 12, 15, init=uniform(1.0), num_heads=3)
+        for one in (config, config.model_copy(update=changes))
+    )
+    for other in (second, SigmoidRouter(config, 12, 15, init=uniform(1.0))):  # of one head
+        assert first.choose_beside(other, torch.zeros(4, 12)) is None
+    assert asked == [2] * together
+
+
+def test_sums_do_not_outlive_the_logits_that_they_sum() -> None:
+    rows = torch.zeros(4, 1, 3)
+    choice = Choice.of(Routed(rows, rows.long(), rows, torch.ones(2, 1, 3)))
+    routes = token_routes(choice.experts_TK, choice.weights_TK, num_experts=3)
+    routing = Routing(routes, rows).with_sums(choice.sums_BHA)
+    assert choice_sums(routing, 2)["probability"] is choice.sums_BHA
+    for changed in (
+        replace(routing, logits_THA=rows + 1),
+        routing.of_weighted_rows(torch.ones(4)),
+        Routing(routes, rows).with_sums(replace(choice, logits_TE=rows[:, 0]).sums_BHA),
+    ):
+        assert changed.sums_BHA is None
+        torch.testing.assert_close(
+            choice_sums(changed, 2)["probability"], torch.full((2, 1, 3), 2 / 3)
+        )
