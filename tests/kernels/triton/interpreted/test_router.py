@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moebius.kernels.fused import router as torchs
 from moebius.kernels.fused.router import Gate, route_top_k
-from moebius.kernels.gradients import accumulate_weight_gradients
+from moebius.kernels.gradients import accumulate_weight_gradients, sum_parts
 from moebius.kernels.triton import router as kernel
 from moebius.kernels.triton import router_gradients, tiles
 from moebius.kernels.triton.guard import launch
@@ -120,9 +120,10 @@ class Backward:
     def kernels(self, wants_x: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
         """By the kernels."""
         wants = wants_x, wants_weight
-        return router_gradients.route_top_k_backward(
+        grad_x, parts = router_gradients.route_top_k_backward(
             self.x_TD, self.weight_ED, self.made, self.grads, gate=self.gate, wants=wants
         )
+        return grad_x, None if parts is None else sum_parts(parts)
 
     def of_logits(self) -> tuple[Tensor, Tensor]:
         """The logits' gradient and the sum of its terms' sizes, by torch in float64."""
