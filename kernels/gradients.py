@@ -5,18 +5,21 @@ running sum. For a bank of experts this costs as much memory traffic as the prod
 Inside `accumulate_weight_gradients` all calls on a bank add to one buffer; a backend that defers
 saves the operands instead and computes all gradients in one product. The sum enters the graph once,
 after the last call's backward. Elsewhere, and in compiled code, autograd adds the calls' gradients.
+What all calls derive from a weight is made once per pass, too (`once_per_pass`).
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+_MOST_CALLS = 16  # whose parts wait in memory
 Sums = tuple[Tensor, ...]
 WeightGradients = Callable[[list[Any]], Sums]
 
@@ -39,6 +42,13 @@ class GradientSum:
             )
         return self._buffers
 
+    def add_parts(self, parts: Tensor) -> None:
+        """Saves parts of the only weight's gradient, (S, …), which are later added in order."""
+        self._discard_older_pass()
+        self._parts.append(parts)
+        if len(self._parts) == _MOST_CALLS:
+            self._parts = [sum_parts(torch.cat(self._parts))[None]]
+
     def defer_call(self, operands: Any, weight_gradients: WeightGradients) -> None:
         """Saves a call's operands; `weight_gradients` later receives all of them in order."""
         self._discard_older_pass()
@@ -54,6 +64,8 @@ class GradientSum:
             if sums is not None:
                 deferred = tuple(a.add_(b) for a, b in zip(sums, deferred, strict=True))
             sums = deferred
+        if self._parts:
+            sums = (sum_parts(torch.cat(self._parts)),)
         self._clear()
         return (None,) * len(self._forms) if sums is None else sums
 
@@ -67,6 +79,7 @@ class GradientSum:
     def _clear(self) -> None:
         self._buffers: Sums | None = None
         self._deferred: list[Any] = []
+        self._parts: list[Tensor] = []
         self._weight_gradients: WeightGradients | None = None
         self._task = -1
 
@@ -82,7 +95,7 @@ class _SharedBank(NamedTuple):
 _number = itertools.count(1)
 # Ops take numbers, not objects.
 _sums: weakref.WeakValueDictionary[int, GradientSum] = weakref.WeakValueDictionary()
-_banks: ContextVar[dict[tuple[int, ...], _SharedBank] | None] = ContextVar("banks", default=None)
+_banks: ContextVar[dict[tuple, Any] | None] = ContextVar("banks", default=None)
 
 
 @contextmanager
@@ -114,6 +127,25 @@ def shared_weights(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
         views: Any = _SharedWeights.apply(total, *weights)
         banks[key] = _SharedBank(weights, views, number)
     return banks[key].views, banks[key].number
+
+
+def once_per_pass(key: Hashable, make: Callable[..., T], *weights: Tensor) -> T:
+    """Returns make(*weights), inside `accumulate_weight_gradients` that of the first call.
+
+    `key` names what is made. A result made without autograd is not used with it.
+    """
+    made = None if torch.compiler.is_compiling() else _banks.get()
+    if made is None:
+        return make(*weights)
+    place = (key, torch.is_grad_enabled(), *map(id, weights))
+    if place not in made:
+        made[place] = make(*weights), weights  # kept alive like those of a bank
+    return made[place][0]
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """Adds up the parts of a sum, (S, …), in order."""
+    return parts.sum(0) if len(parts) > 1 else parts[0]
 
 
 def gradient_sum(number: int) -> GradientSum | None:

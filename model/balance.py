@@ -23,11 +23,13 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..kernels.fused.router import softmax_sums
+from ..kernels.gradients import once_per_pass
 from ..plugins import Registry
 from .documents import DocumentRows
 from .routing import Mixture, Routes, Routing
@@ -115,8 +117,9 @@ def rows_per_sequence(routing: Routing, batch_size: int) -> Tensor:
     logits_THA = routing.logits_THA
     if routing.rows is not None:
         return routing.rows.count_B.to(logits_THA.device)
-    count = logits_THA.shape[0] // batch_size
-    return torch.full((batch_size,), float(count), device=logits_THA.device)
+    count, device = logits_THA.shape[0] // batch_size, logits_THA.device
+    make = partial(torch.full, (batch_size,), float(count), device=device)
+    return once_per_pass(("rows", batch_size, count, device), make)
 
 
 def count_chosen(index_TK: Tensor, routing: Routing, batch_size: int, num_experts: int) -> Tensor:
@@ -161,6 +164,8 @@ def choice_sums(
 
 
 def _probability_sums(routing: Routing, batch_size: int) -> Tensor:
+    if routing.sums_BHA is not None and len(routing.sums_BHA) == batch_size:
+        return routing.sums_BHA
     is_padded = routing.rows is not None and routing.rows.real_T is not None
     if routing.probabilities_THA is None and not is_padded:
         return softmax_sums(routing.logits_THA, batch_size)
@@ -319,8 +324,8 @@ class RouterReport:
     load_N: Tensor | None
     starts_N1: Tensor | None
     wanted: int | None  # requested routes; None: equal to the served ones
-    # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
-    gate_sum: Tensor
+    # float32, (N,): gate weights; for a mixture every slot's largest merge weight
+    gates_N: Tensor
     chosen_TE: Tensor | None = None  # bool: which experts serve a row; None: not asked for
 
 
@@ -333,7 +338,8 @@ def report_routing(
         groups, _, slots = routing.plan.merge_GMP.shape
         served = groups * slots // routing.plan.num_experts
         load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
-        return RouterReport(sums, load_N, None, None, routing.plan.merge_GMP.detach().amax(1).sum())
+        gates_N = routing.plan.merge_GMP.detach().amax(1).flatten()
+        return RouterReport(sums, load_N, None, None, gates_N)
     routes, wanted = routing.plan, None
     if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
@@ -347,8 +353,7 @@ def report_routing(
     load_N, starts_N1 = None, routes.known_starts()
     if starts_N1 is None:
         load_N = routes.counts()
-    gate_sum = routes.weight_N.detach().sum()
-    return RouterReport(sums, load_N, starts_N1, wanted, gate_sum, chosen_TE)
+    return RouterReport(sums, load_N, starts_N1, wanted, routes.weight_N.detach(), chosen_TE)
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -403,7 +408,7 @@ def _load_of_layers(load: DepthLoad, members: Sequence[int]) -> DepthLoad:
 
 def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
     load_LN = _loads(reports).to(torch.int64)
-    gate_sum_L = torch.stack([report.gate_sum for report in reports])
+    gate_sum_L = _gate_sums([report.gates_N for report in reports])
     asked = [report.wanted for report in reports if report.wanted is not None]
     if len(asked) < len(reports):  # a router reports it in every depth step or never
         return DepthLoad(load_LN, load_LN.sum(1), gate_sum_L)
@@ -412,6 +417,12 @@ def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
         return DepthLoad(load_LN, load_LN.new_full((len(asked),), asked[0]), gate_sum_L)
     asked_L = torch.stack([load_LN.new_full((), number) for number in asked])
     return DepthLoad(load_LN, asked_L, gate_sum_L)
+
+
+def _gate_sums(gates: list[Tensor]) -> Tensor:
+    if len({len(gates_N) for gates_N in gates}) > 1:  # documents, refusals or fewer sequences
+        return torch.stack([gates_N.sum() for gates_N in gates])
+    return torch.stack(gates).sum(1)
 
 
 def _loads(reports: Sequence[RouterReport]) -> Tensor:

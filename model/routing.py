@@ -21,7 +21,7 @@ Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G 
 P slots (equally many for each of E experts).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -217,6 +217,13 @@ class Routing:
     row_weight_T: Tensor | None = None
     # Padding and documents; None: no padding, and documents are not tracked.
     rows: DocumentRows | None = None
+    # softmax(logits) summed over sequences, (B, H, A), if a kernel has; `replace` drops it.
+    sums_BHA: Tensor | None = field(default=None, init=False)
+
+    def with_sums(self, sums_BHA: Tensor | None) -> "Routing":
+        """Returns this routing, which keeps the sums of its logits' softmax."""
+        object.__setattr__(self, "sums_BHA", sums_BHA)
+        return self
 
     @property
     def routes(self) -> Routes:

@@ -9,7 +9,7 @@ import torch
 from golden import load_golden
 from torch import Tensor
 
-from moebius.kernels.fused.router import MOST_EXPERTS
+from moebius.kernels.fused.router import MOST_EXPERTS, Routed
 from moebius.model.routers.sigmoid import SigmoidRouter
 
 GATES = ("sigmoid", "softmax", "softmax_of_chosen")
@@ -69,11 +69,11 @@ def recorded_choices(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     model = golden.model(backend="reference")
     choose = SigmoidRouter.choose_per_head
 
-    def note(router: SigmoidRouter, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        experts_THK, weights_THK, logits_THA = choose(router, x_TD)
+    def note(router: SigmoidRouter, x_TD: Tensor) -> Routed:
+        chosen = choose(router, x_TD)
         given = (x_TD.detach(), router.weight.detach(), router.config.top_k, router.num_heads)
-        found.append(Asked(*given, experts_THK))
-        return experts_THK, weights_THK, logits_THA
+        found.append(Asked(*given, chosen.experts_THK))
+        return chosen
 
     monkeypatch.setattr(SigmoidRouter, "choose_per_head", note)
     model(golden["tokens"][:, :-1])

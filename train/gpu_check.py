@@ -146,8 +146,8 @@ def _rotated(q_BSHC: Tensor, k_BSHC: Tensor, *, exact: bool = False) -> tuple[Te
 
 
 def _routed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    logits_THA, _, gates_THK = route_top_k(x, weight, top_k=TOP_K, gate="sigmoid", heads=2)
-    return logits_THA, gates_THK
+    found = route_top_k(x, weight, top_k=TOP_K, gate="sigmoid", heads=2)
+    return found.logits_THA, found.gates_THK
 
 
 def _routed_exactly(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,17 +2,18 @@
 
 In torch on a GPU this is a float32 product without tensor cores, a sort of every row, and the gates'
 operations, each through memory. In Triton, `route_top_k` is one kernel forward (triton/router.py,
-which bounds the error of its logits) and three backward (triton/router_gradients.py). Elsewhere it
-runs in torch operations in float32. On CPUs with the `brgemm` backend its micro-kernels compute all
-three products, which have few columns and are slow in torch's own library.
+which bounds the error of its logits) and three backward (triton/router_gradients.py), also with the
+sums of a balancing loss, and for several routers of the same rows. Elsewhere it runs in torch
+operations in float32. On CPUs with the `brgemm` backend its micro-kernels compute all three
+products, which have few columns and are slow in torch's own library.
 
-Legend: B sequences, T rows (B·S, sequence-major), D width, E = H·A experts, H heads, A experts of a
-head, K experts chosen.
+Legend: B sequences, T rows (B·S, sequence-major), D width, R routers, H heads of one, A experts of a
+head, E = R·H·A experts, K experts chosen, S parts of the rows.
 """
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..backend import resolve_backend
 from ..cpu import brgemm
 from ..cpu.library import call, handles
+from ..gradients import gradient_sum, shared_weights, sum_parts
 from ..triton.available import reason_against
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -49,6 +51,30 @@ def can_route(backend: str, x_TD: Tensor, weight_ED: Tensor, *, heads: int = 1) 
     )
 
 
+class Routed(NamedTuple):
+    """Holds what one router decides, or several that read the same rows."""
+
+    logits_THA: Tensor  # float32, H counts the heads of all routers
+    experts_THK: Tensor  # int64, numbered over one router's heads; of several (R, T, H, K)
+    gates_THK: Tensor  # float32; of several (R, T, H, K)
+    # softmax(logits) summed over each sequence; None: not requested, or Triton's kernel does not run
+    sums_BHA: Tensor | None = None
+
+    def of_each(self, routers: int) -> "list[Routed]":
+        """Returns what each of several routers decides."""
+        logits = self.logits_THA.unflatten(1, (routers, -1)).unbind(1)
+        found = [*map(Routed, logits, self.experts_THK.unbind(), self.gates_THK.unbind())]
+        if self.sums_BHA is None:
+            return found
+        sums = self.sums_BHA.unflatten(1, (routers, -1)).unbind(1)
+        return [each._replace(sums_BHA=own) for each, own in zip(found, sums, strict=True)]
+
+
+def by_triton(x_TD: Tensor) -> bool:
+    """Returns whether `route_top_k` runs Triton's kernels on these rows."""
+    return reason_against(x_TD.device.type, torch.float32) is None
+
+
 def route_top_k(
     x_TD: Tensor,
     weight_ED: Tensor,
@@ -56,8 +82,10 @@ def route_top_k(
     top_k: int,
     gate: Gate,
     heads: int = 1,
+    routers: int = 1,
+    num_sequences: int = 0,
     given_THK: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Routed:
     """Selects the K experts with the greatest logits in each head, greatest first, and gates them.
 
     Among equal logits the kernel selects the lowest expert, torch on CPUs any. NaN is greater than
@@ -65,42 +93,62 @@ def route_top_k(
 
     Args:
         x_TD: rows, cast to float32.
-        weight_ED: float32; head h's experts are h·A … h·A + A − 1.
+        weight_ED: float32; every head has A neighbours of them.
         top_k: K, at most A.
         gate: "sigmoid" of the chosen logits, "softmax" over the A experts of the head, or
             "softmax_of_chosen" over the K chosen ones.
-        heads: H, which divides E.
+        heads: H of one router; a router's head h has its experts h·A … h·A + A − 1.
+        routers: R, whose weights follow each other. More than one needs `by_triton`.
+        num_sequences: B, for sums over so many equal parts of the rows; 0: no sums.
         given_THK: int64, experts to use instead of a selection: an earlier run's decision.
 
     Returns:
-        Logits (T, H, A) float32; experts (T, H, K) int64, numbered over all heads; gates (T, H, K)
-        float32. Logits and gates are differentiable.
+        Logits, experts, gates and sums. All but the experts are differentiable.
 
     Raises:
         ValueError: an unknown gate, or numbers of experts, heads and choices that do not fit.
     """
-    num_experts = weight_ED.shape[0]
+    num_experts, all_heads = weight_ED.shape[0], routers * heads
     if gate not in get_args(Gate):
         raise ValueError(f"gate={gate!r} is unknown: choose {', '.join(get_args(Gate))}")
-    if heads < 1 or num_experts % heads or not 0 < top_k <= num_experts // heads:
+    if all_heads < 1 or num_experts % all_heads or not 0 < top_k <= num_experts // all_heads:
         raise ValueError(
             f"top_k={top_k} of each of heads={heads} cannot be chosen among {num_experts} experts: "
             "heads must divide the experts, and top_k is at most the experts of a head"
         )
-    x_TD = x_TD.to(torch.float32).contiguous()
-    logits_TE, experts_THK, gates_THK = _route_top_k(
-        x_TD, weight_ED.contiguous(), given_THK, top_k, heads, gate
+    x_TD, weight_ED = x_TD.to(torch.float32).contiguous(), weight_ED.contiguous()
+    number, sums_BHA = 0, None
+    if by_triton(x_TD):
+        (weight_ED,), number = shared_weights(weight_ED, defer=False)
+    is_summed = num_sequences and len(x_TD) and len(x_TD) % num_sequences == 0
+    if not is_summed or not by_triton(x_TD):
+        num_sequences = 0
+    sizes = top_k, heads, routers, num_sequences
+    logits_TE, experts_THK, gates_THK, sums_BE = _route_top_k(
+        x_TD, weight_ED, given_THK, gate, *sizes, number
     )
-    return logits_TE.unflatten(1, (heads, -1)), experts_THK, gates_THK
+    if num_sequences:
+        sums_BHA = sums_BE.unflatten(1, (all_heads, -1))
+    return Routed(logits_TE.unflatten(1, (all_heads, -1)), experts_THK, gates_THK, sums_BHA)
 
 
 @torch.library.custom_op("moebius::route_top_k", mutates_args=())
 def _route_top_k(
-    x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    if reason_against(x_TD.device.type, torch.float32) is None:
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    given_THK: Tensor | None,
+    gate: str,
+    top_k: int,
+    heads: int,
+    routers: int,
+    num_sequences: int,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns logits, experts, gates and sums (B, E), empty if not requested."""
+    if by_triton(x_TD):
         kernel = import_module("..triton.router", __package__).route_top_k
-        return kernel(x_TD, weight_ED, given_THK, top_k=top_k, heads=heads, gate=gate)
+        return kernel(x_TD, weight_ED, given_THK, gate, top_k, heads, routers, num_sequences)
+    assert routers == 1, "several routers need Triton's kernel"
     logits_TE = _logits(x_TD, weight_ED)
     logits_THA = logits_TE.unflatten(1, (heads, -1))
     first_H1 = torch.arange(heads, device=x_TD.device)[:, None] * logits_THA.shape[2]
@@ -116,7 +164,7 @@ def _route_top_k(
         gates_THK = (chosen_THK - logits_THA.logsumexp(-1, keepdim=True)).exp()
     else:
         gates_THK = chosen_THK.softmax(-1)
-    return logits_TE, experts_THK, gates_THK
+    return logits_TE, experts_THK, gates_THK, x_TD.new_empty(0)
 
 
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -126,34 +174,39 @@ def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 @_route_top_k.register_fake
-def _(
-    x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    gates_THK = x_TD.new_empty(x_TD.shape[0], heads, top_k)
+def _(x_TD: Tensor, weight_ED: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    top_k, heads, routers, num_sequences = given[2:6]
+    num_rows, num_experts = x_TD.shape[0], weight_ED.shape[0]
+    gates_THK = x_TD.new_empty(*[routers] * (routers > 1), num_rows, heads, top_k)
     experts_THK = torch.empty_like(gates_THK, dtype=torch.int64)
-    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]), experts_THK, gates_THK
+    sums_BE = x_TD.new_empty(num_sequences, num_experts) if num_sequences else x_TD.new_empty(0)
+    return x_TD.new_empty(num_rows, num_experts), experts_THK, gates_THK, sums_BE
 
 
-def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_TD, weight_ED, _, _, _, ctx.gate = inputs
-    logits_TE, experts_THK, gates_THK = output
+def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x_TD, weight_ED, _, ctx.gate, *_, num_sequences, ctx.number = inputs
+    logits_TE, experts_THK, gates_THK, _ = output
     ctx.mark_non_differentiable(experts_THK)
     ctx.set_materialize_grads(False)  # without a balancing loss the logits have no gradient
-    kept_TE = logits_TE if ctx.gate == "softmax" else None
+    kept_TE = logits_TE if ctx.gate == "softmax" or num_sequences else None
     ctx.save_for_backward(x_TD, weight_ED, experts_THK, gates_THK, kept_TE)
 
 
-def _gradients(
-    ctx: Any, grad_TE: Tensor | None, _experts: Tensor | None, grad_THK: Tensor | None
-) -> tuple:
-    if grad_TE is None and grad_THK is None:
-        return (None,) * 6
+def _gradients(ctx: Any, grad_TE: Tensor | None, _experts: Any, *others: Tensor | None) -> tuple:
+    grads = grad_TE, *others  # of logits, gates and sums
+    if all(grad is None for grad in grads):
+        return (None,) * 9
     x_TD, weight_ED, *made = ctx.saved_tensors
     wants_x, wants_weight, *_ = ctx.needs_input_grad
-    grad_x, grad_weight = _route_top_k_backward(
-        x_TD, weight_ED, *made, grad_TE, grad_THK, ctx.gate, wants_x, wants_weight
+    grad_x, parts_SED = _route_top_k_backward(
+        x_TD, weight_ED, *made, *grads, ctx.gate, wants_x, wants_weight
     )
-    return grad_x if wants_x else None, grad_weight if wants_weight else None, *(None,) * 4
+    grad_weight, total = None, gradient_sum(ctx.number)
+    if wants_weight and total is not None:
+        total.add_parts(parts_SED)
+    elif wants_weight:
+        grad_weight = sum_parts(parts_SED)
+    return grad_x if wants_x else None, grad_weight, *(None,) * 7
 
 
 @torch.library.custom_op("moebius::route_top_k_backward", mutates_args=())
@@ -165,14 +218,16 @@ def _route_top_k_backward(
     logits_TE: Tensor | None,
     grad_TE: Tensor | None,
     grad_THK: Tensor | None,
+    grad_BE: Tensor | None,
     gate: str,
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and the weights, empty if not requested."""
+    """Returns the gradient of x, and the weights' in parts (S, E, D); empty if not requested."""
     made = experts_THK, gates_THK, logits_TE
-    if reason_against(x_TD.device.type, torch.float32) is None:
-        grads = tuple(None if grad is None else grad.contiguous() for grad in (grad_TE, grad_THK))
+    if by_triton(x_TD):
+        given = grad_TE, grad_THK, grad_BE
+        grads = tuple(None if each is None else each.contiguous() for each in given)
         kernels = import_module("..triton.router_gradients", __package__)
         found = kernels.route_top_k_backward(
             x_TD, weight_ED, made, grads, gate=gate, wants=(wants_x, wants_weight)
@@ -185,7 +240,7 @@ def _route_top_k_backward(
     product, product_gradient = _backward_products(grad_TE)
     return (
         product(grad_TE, weight_ED) if wants_x else x_TD.new_empty(0),
-        product_gradient(grad_TE, x_TD) if wants_weight else x_TD.new_empty(0),
+        product_gradient(grad_TE, x_TD)[None] if wants_weight else x_TD.new_empty(0),
     )
 
 
@@ -224,21 +279,14 @@ def _logit_gradient(
 
 
 @_route_top_k_backward.register_fake
-def _(
-    x_TD: Tensor,
-    weight_ED: Tensor,
-    experts_THK: Tensor,
-    gates_THK: Tensor,
-    logits_TE: Tensor | None,
-    grad_TE: Tensor | None,
-    grad_THK: Tensor | None,
-    gate: str,
-    wants_x: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor]:
+def _(x_TD: Tensor, weight_ED: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    (wants_x, wants_weight), num_parts = given[-2:], 1
+    if by_triton(x_TD):
+        kernels = import_module("..triton.router_gradients", __package__)
+        num_parts = kernels.num_parts(len(x_TD), weight_ED)
     return (
         torch.empty_like(x_TD) if wants_x else x_TD.new_empty(0),
-        torch.empty_like(weight_ED) if wants_weight else x_TD.new_empty(0),
+        x_TD.new_empty(num_parts, *weight_ED.shape) if wants_weight else x_TD.new_empty(0),
     )
 
 

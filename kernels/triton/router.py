@@ -2,7 +2,8 @@
 
 A program owns a block of rows. It computes the logits tile by tile, stores them, synchronises its
 warps, and reads whole rows back from the cache to select from. Selection needs complete rows, and the
-logits of 565 experts do not fit in registers.
+logits of 565 experts do not fit in registers. For a balancing loss it then sums softmax(logits) over
+its rows.
 
 Each float32 product is three bfloat16 products (bf16x3). x is split into h = bfloat16(x) and
 l = bfloat16(x − h), and so is w:
@@ -20,12 +21,19 @@ arXiv 1904.06376.) A row with an infinity yields NaN where float32 would keep th
 
 Ties select the lowest expert. NaN is greater than any number, as in `torch.topk`.
 
-Legend: T rows, D width, E experts, H heads, A experts of a head, K experts chosen.
+Routers that read the same rows are one call on their concatenated weights: heads of all of them are
+neighbours in logits and sums, but experts and gates are one list per router.
+
+Legend: B sequences, T rows, D width, R routers, H heads of a router, A experts of a head, E = R·H·A
+experts, K experts chosen.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..gradients import once_per_pass
 from .guard import INTERPRETED, launch, tl, triton
 from .tiles import Tile, round_up, router_tile, target
 
@@ -168,6 +176,28 @@ def _gates(values, chosen, slots, K: tl.constexpr, GATE: tl.constexpr):
     return tl.exp(chosen - most[:, None]) / total[:, None]
 
 
+@triton.jit
+def _sum_softmax(
+    logits,
+    sums,
+    HEADS: tl.constexpr,
+    A: tl.constexpr,
+    ROWS: tl.constexpr,
+    STRIP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sums softmax(logits) of every head over the rows of a full block, STRIP rows at a time."""
+    row, cols = tl.arange(0, STRIP), tl.arange(0, COLUMNS)
+    for head in range(HEADS):
+        total = tl.zeros((STRIP, COLUMNS), tl.float32)
+        for first in range(0, ROWS, STRIP):
+            at = logits + ((first + row)[:, None] * HEADS + head) * A + cols[None, :]
+            share = tl.load(at, mask=(cols < A)[None, :], other=float("-inf"))
+            share = tl.exp(share - tl.max(share, 1)[:, None])
+            total += share / tl.sum(share, 1)[:, None]
+        tl.store(sums + head * A + cols, tl.sum(total, 0), mask=cols < A)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def route(
     x,
@@ -176,8 +206,10 @@ def route(
     logits,
     experts,
     gates,
+    sums,
     num_rows,
     D: tl.constexpr,
+    ROUTERS: tl.constexpr,
     HEADS: tl.constexpr,
     A: tl.constexpr,
     K: tl.constexpr,
@@ -190,23 +222,26 @@ def route(
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     SLOTS: tl.constexpr,
+    STRIP: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Writes logits (T, H·A), experts (T, H, K) and gates (T, H, K) of a block of rows.
+    """Writes logits (T, E), experts (R, T, H, K) and gates (R, T, H, K) of a block of rows.
 
-    Uses the `given` experts instead of a selection, if any.
+    HEADS are those of all routers. Uses the `given` experts instead of a selection, if any. With
+    `sums`, (blocks, E), every block is full.
     """
     E: tl.constexpr = HEADS * A
+    H: tl.constexpr = HEADS // ROUTERS
     TILES: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
     # Offsets within a block of rows are 32-bit; the block's own offset is 64-bit.
     first = tl.program_id(0) * ROWS
     num_left = tl.minimum(ROWS, num_rows - first)
     x += first.to(tl.int64) * D
     logits += first.to(tl.int64) * E
-    experts += first.to(tl.int64) * (HEADS * K)
-    gates += first.to(tl.int64) * (HEADS * K)
+    experts += first.to(tl.int64) * (H * K)
+    gates += first.to(tl.int64) * (H * K)
     if given is not None:
-        given += first.to(tl.int64) * (HEADS * K)
+        given += first.to(tl.int64) * (H * K)
     row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     x_at = x + tl.minimum(row, num_left - 1)[:, None] * D + depth[None, :]
     for tile in range(TILES):
@@ -228,9 +263,11 @@ def route(
         line = tl.minimum(line, num_left * HEADS - 1)
         at = logits + line[None, :, None] * A + bins
         values = tl.load(at, mask=bins < A, other=float("-inf"))
-        to = line[:, None] * K + slots[None, :]
+        router = line % HEADS // H
+        to = router.to(tl.int64) * num_rows * (H * K) + (line // HEADS * H + line % H) * K
+        to = to[:, None] + slots[None, :]
         to_mask = live[:, None] & (slots < K)[None, :]
-        first_expert = (line % HEADS)[:, None] * A
+        first_expert = (line % H)[:, None] * A
         if given is None:
             chosen, places = _select(values, bins, slots, A, K, SELECT, SLOTS)
             tl.store(experts + to, (first_expert + places).to(tl.int64), mask=to_mask)
@@ -240,65 +277,87 @@ def route(
             at = logits + line[:, None] * A + (expert - first_expert)
             chosen = tl.load(at, mask=to_mask, other=0.0)
         tl.store(gates + to, _gates(values, chosen, slots, K, GATE), mask=to_mask)
+    if sums is not None:
+        sums += tl.program_id(0).to(tl.int64) * E
+        _sum_softmax(logits, sums, HEADS, A, ROWS, STRIP, LANES * CHUNKS)
 
 
 def route_top_k(
     x_TD: Tensor,
     weight_ED: Tensor,
-    given_THK: Tensor | None,
-    *,
+    given: Tensor | None,
+    gate: str,
     top_k: int,
     heads: int,
-    gate: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements `kernels.fused.router.route_top_k` for contiguous float32 rows and weights."""
-    num_rows = x_TD.shape[0]
-    num_experts = weight_ED.shape[0]
-    per_head = num_experts // heads
+    routers: int = 1,
+    num_sequences: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Implements `kernels.fused.router.route_top_k` for contiguous float32 rows and weights.
+
+    Returns logits, experts, gates, and the sums (B, E), which are empty without sequences.
+    """
+    num_rows, num_experts = x_TD.shape[0], weight_ED.shape[0]
+    all_heads, per_head = routers * heads, num_experts // (routers * heads)
     logits_TE = x_TD.new_empty(num_rows, num_experts)
-    gates_THK = x_TD.new_empty(num_rows, heads, top_k)
-    experts_THK = torch.empty_like(gates_THK, dtype=torch.int64)
-    tile = _tile(num_rows, num_experts)
-    width = round_up(x_TD.shape[1], tile.depth)
-    parts_2ED = new_parts(x_TD, round_up(num_experts, tile.columns), width)
-    launch(
-        _split,
-        triton.cdiv(parts_2ED[0].numel(), _SPLIT) if num_rows else 0,
-        weight_ED,
-        parts_2ED,
-        E=num_experts,
-        D=x_TD.shape[1],
-        ROWS=parts_2ED.shape[1],
-        WIDTH=width,
-        BLOCK=_SPLIT,
-        EMULATED=INTERPRETED,
-    )
+    gates = x_TD.new_empty(*[routers] * (routers > 1), num_rows, heads, top_k)
+    experts = torch.empty_like(gates, dtype=torch.int64)
+    tile, sums = _tile(num_rows, num_experts), None
+    if num_sequences and num_rows % (num_sequences * tile.rows) == 0:  # a block is of one sequence
+        sums = x_TD.new_empty(num_rows // tile.rows, num_experts)
+    parts_2ED = once_per_pass(("split", tile), partial(_split_weights, tile=tile), weight_ED)
     bins = max(16, triton.next_power_of_2(per_head))
-    lines = triton.next_power_of_2(tile.rows * heads)
+    lines = triton.next_power_of_2(tile.rows * all_heads)
     launch(
         route,
         triton.cdiv(num_rows, tile.rows),
         x_TD,
         parts_2ED,
-        given_THK,
+        given,
         logits_TE,
-        experts_THK,
-        gates_THK,
+        experts,
+        gates,
+        sums,
         num_rows,
         D=x_TD.shape[1],
-        HEADS=heads,
+        ROUTERS=routers,
+        HEADS=all_heads,
         A=per_head,
         K=top_k,
         GATE=gate,
-        WIDTH=width,
+        WIDTH=parts_2ED.shape[2],
         SELECT=max(1, min(lines, _SELECTED * tile.warps // bins)),
         CHUNKS=triton.cdiv(bins, 32),
         LANES=min(bins, 32),
         SLOTS=triton.next_power_of_2(top_k),
+        STRIP=max(1, min(tile.rows, _SELECTED * tile.warps // bins)),
         EMULATED=INTERPRETED,
         **tile.options(),
     )
-    return logits_TE, experts_THK, gates_THK
+    if not num_sequences:
+        return logits_TE, experts, gates, x_TD.new_empty(0)
+    if sums is None:
+        sums = logits_TE.unflatten(1, (all_heads, per_head)).softmax(-1).flatten(1)
+    return logits_TE, experts, gates, sums.view(num_sequences, -1, num_experts).sum(1)
+
+
+def _split_weights(weight_ED: Tensor, *, tile: Tile) -> Tensor:
+    """Returns the weights' h and l, (2, E, D), zero-padded to whole tiles."""
+    num_experts, width = weight_ED.shape
+    rows, columns = round_up(num_experts, tile.columns), round_up(width, tile.depth)
+    parts_2ED = new_parts(weight_ED, rows, columns)
+    launch(
+        _split,
+        triton.cdiv(parts_2ED[0].numel(), _SPLIT),
+        weight_ED,
+        parts_2ED,
+        E=num_experts,
+        D=width,
+        ROWS=rows,
+        WIDTH=columns,
+        BLOCK=_SPLIT,
+        EMULATED=INTERPRETED,
+    )
+    return parts_2ED
 
 
 def _tile(num_rows: int, num_experts: int) -> Tile:

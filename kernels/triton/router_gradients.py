@@ -1,12 +1,13 @@
 """The router's backward pass: the gradient g of the logits and its two products, on tensor cores.
 
-  1. `logit_gradient` adds the gradient through the gates to the logits' own (of a balancing loss). It
-     writes g as two bfloat16 numbers, h and l, zero-padded to whole tiles. The same launch splits the
-     weights again: saving the forward's split would cost a copy per use of a router.
+  1. `logit_gradient` adds the gradients through the gates and through the sums of softmax(logits) (of a
+     balancing loss) to the logits' own. It writes g as two bfloat16 numbers, h and l, zero-padded to
+     whole tiles. The same launch splits the weights again, because its tiles are others than the
+     forward's.
   2. `row_gradient` computes grad_x = g W.
   3. `weight_gradient` computes gᵀ x as xᵀ g. x is split in registers, and only a product's first
-     operand can come from there. The result has few tiles, so several programs share the rows of each
-     and their float32 sums are added in order.
+     operand can come from there. The result has few tiles, so several programs share the rows of each.
+     Their float32 sums are added in order, those of all calls at the end of a pass (gradients.py).
 
 Products are three bfloat16 products (bf16x3), as exact as in router.py: given g in float32, the error
 of a gradient is below `router.BOUND` · Σ|g·w|, or Σ|g·x|, plus the rounding of a float32 sum. There
@@ -16,11 +17,14 @@ An infinity in g, x or the weights, or a number beyond bfloat16's greatest (3.39
 in its sums, where float32 might keep the infinity. A NaN in g stays within its row of grad_x and its
 expert's row of grad_W.
 
-Legend: T rows, D width, E experts, H heads, A experts of a head, K experts chosen, G (DEEP) padded
-columns of g, W (WIDTH) padded columns of the weights. A line is one head of one row.
+Legend: B sequences, T rows, D width, R routers, H heads of a router, A experts of a head, E = R·H·A
+experts, K experts chosen, G (DEEP) padded columns of g, W (WIDTH) padded columns of the weights, S
+parts of the rows. A line is one head of one row.
 """
 
-import torch
+# Launches know at compile time which gradients there are.
+# pyright: reportPossiblyUnboundVariable=false
+
 from torch import Tensor
 
 from .guard import INTERPRETED, launch, tl, triton
@@ -28,6 +32,7 @@ from .router import new_parts, round_to_bfloat16, split_block
 from .tiles import Tile, round_up, router_gradient_tiles, rows_of_part, target, tiles_of_weights
 
 _ELEMENTS = 2048  # of a program of `logit_gradient`
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @triton.jit
@@ -39,10 +44,11 @@ def _store_split(out, low, at, value, mask, EMULATED: tl.constexpr):
     tl.store(out + low + at, rest, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "rows_each"])
 def logit_gradient(
     grad_logits,
     grad_gates,
+    grad_sums,
     gates,
     experts,
     logits,
@@ -51,7 +57,9 @@ def logit_gradient(
     parts,
     num_rows,
     num_blocks,
+    rows_each,
     D: tl.constexpr,
+    ROUTERS: tl.constexpr,
     HEADS: tl.constexpr,
     A: tl.constexpr,
     K: tl.constexpr,
@@ -67,9 +75,11 @@ def logit_gradient(
 ):
     """Writes h and l of the logits' gradient, (2, T, DEEP), for a block of lines.
 
+    HEADS are those of all routers; `rows_each` rows are a sequence, of which `grad_sums` has a row.
     Programs from `num_blocks` on write the weights' h and l, (2, DEEP, WIDTH).
     """
     E: tl.constexpr = HEADS * A
+    H: tl.constexpr = HEADS // ROUTERS
     block = tl.program_id(0)
     if parts is not None:  # noqa: SIM102 - only the first condition is known at compile time
         if block >= num_blocks:
@@ -88,7 +98,10 @@ def logit_gradient(
     if grad_gates is not None:
         slots = tl.arange(0, SLOTS)
         slot_mask = live[:, None] & (slots < K)[None, :]
-        at = line.to(tl.int64)[:, None] * K + slots[None, :]
+        router = line % HEADS // H
+        at = router.to(tl.int64) * num_rows * (H * K)
+        at += (line // HEADS * H + line % H).to(tl.int64) * K
+        at = at[:, None] + slots[None, :]
         gate = tl.load(gates + at, mask=slot_mask, other=0.0)
         chosen = tl.load(grad_gates + at, mask=slot_mask, other=0.0) * gate
         if GATE == "sigmoid":
@@ -96,11 +109,25 @@ def logit_gradient(
         else:
             shared = tl.sum(chosen, 1)[:, None]
             chosen -= gate * shared
-            if GATE == "softmax":
-                value = tl.load(logits + line_at + cols[None, :], mask=mask, other=float("-inf"))
-                value = tl.exp(value - tl.max(value, 1)[:, None])
-                grad -= value / tl.sum(value, 1)[:, None] * shared
-        place = tl.load(experts + at, mask=slot_mask, other=0) - (line % HEADS)[:, None] * A
+    if grad_sums is not None or (grad_gates is not None and GATE == "softmax"):
+        share = tl.load(logits + line_at + cols[None, :], mask=mask, other=float("-inf"))
+        most = tl.max(share, 1)[:, None]
+        share = tl.exp(share - most)
+        total = tl.sum(share, 1)[:, None]
+        share = share / total
+        if grad_gates is not None and GATE == "softmax":
+            grad -= share * shared
+    if grad_sums is not None:
+        grad_sums += (line // HEADS // rows_each * E + line % HEADS * A)[:, None]
+        pull = tl.load(grad_sums + cols[None, :], mask=mask, other=0.0)
+        mean = tl.sum(share * pull, 1)[:, None]
+        grad += share * (pull - mean)
+    if grad_gates is not None:
+        place = tl.load(experts + at, mask=slot_mask, other=0) - (line % H)[:, None] * A
+        if grad_sums is not None:
+            own = tl.load(logits + line_at + place, mask=slot_mask, other=float("-inf"))
+            pull = tl.load(grad_sums + place, mask=slot_mask, other=0.0)
+            chosen += tl.exp(own - most) / total * (pull - mean)
         if grad_logits is not None:
             chosen += tl.load(grad_logits + line_at + place, mask=slot_mask, other=0.0)
         _store_split(out, low, out_at + cols[None, :], grad, mask, EMULATED)
@@ -203,26 +230,26 @@ def route_top_k_backward(
     x_TD: Tensor,
     weight_ED: Tensor,
     made: tuple[Tensor, Tensor, Tensor | None],
-    grads: tuple[Tensor | None, Tensor | None],
+    grads: Grads,
     *,
     gate: str,
     wants: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the requested gradients of x and the weights.
+    """Computes the requested gradients of x, and of the weights in parts, (S, E, D).
 
     All tensors are contiguous float32 except the experts.
 
     Args:
         x_TD, weight_ED: the forward's inputs.
-        made: the forward's outputs: experts (T, H, K) int64, gates, and logits (T, E), which only the
-            gate "softmax" reads.
-        grads: of the logits (T, E) and the gates (T, H, K); one of them may be None.
+        made: the forward's outputs: experts (T, H, K) or (R, T, H, K) int64, gates, and logits (T, E),
+            which only the gate "softmax" and the sums' gradient read.
+        grads: of the logits (T, E), of the gates, and of the sums (B, E); not all of them are None.
         gate: as in `kernels.fused.router.route_top_k`.
         wants: whether to compute the gradients of x and of the weights.
     """
     num_rows, num_experts = len(x_TD), len(weight_ED)
     if not num_rows:
-        return x_TD.new_empty(x_TD.shape), torch.zeros_like(weight_ED)
+        return x_TD.new_empty(x_TD.shape), weight_ED.new_zeros(1, *weight_ED.shape)
     of_rows, of_weights = _tiles(num_rows, *weight_ED.shape)
     deep = round_up(num_experts, of_rows.depth)
     parts_2GW = None
@@ -235,21 +262,31 @@ def route_top_k_backward(
     )
 
 
+def num_parts(num_rows: int, weight_ED: Tensor) -> int:
+    """Returns S."""
+    num_experts, width = weight_ED.shape
+    _, tile = _tiles(num_rows, num_experts, width)
+    return max(1, triton.cdiv(num_rows, rows_of_part(num_rows, num_experts, width, tile)))
+
+
 def _logit_gradient(
     weight_ED: Tensor,
     parts_2GW: Tensor | None,
     made: tuple[Tensor, Tensor, Tensor | None],
-    grads: tuple[Tensor | None, Tensor | None],
+    grads: Grads,
     *,
     deep: int,
     gate: str,
 ) -> Tensor:
     """Returns h and l of the logits' gradient, (2, T, G), and fills `parts_2GW`."""
-    experts_THK, gates_THK, logits_TE = made
-    grad_TE, grad_THK = grads
-    num_rows, heads, top_k = experts_THK.shape
+    experts, gates, logits_TE = made
+    grad_TE, grad_gates, grad_BE = grads
+    routers, num_rows, heads, top_k = (
+        experts.shape[-4:] if experts.ndim == 4 else (1, *experts.shape)
+    )
+    heads *= routers
     num_experts, width = weight_ED.shape
-    g_2TG = new_parts(gates_THK, num_rows, deep)
+    g_2TG = new_parts(gates, num_rows, deep)
     columns = triton.next_power_of_2(num_experts // heads)
     lines = max(1, _ELEMENTS // columns)
     blocks = triton.cdiv(num_rows * heads, lines)
@@ -258,16 +295,19 @@ def _logit_gradient(
         logit_gradient,
         blocks + split,
         grad_TE,
-        grad_THK,
-        gates_THK,
-        experts_THK,
-        logits_TE if gate == "softmax" else None,
+        grad_gates,
+        grad_BE,
+        gates,
+        experts,
+        logits_TE if gate == "softmax" or grad_BE is not None else None,
         g_2TG,
         weight_ED,
         parts_2GW,
         num_rows,
         blocks,
+        1 if grad_BE is None else num_rows // len(grad_BE),
         D=width,
+        ROUTERS=routers,
         HEADS=heads,
         A=num_experts // heads,
         K=top_k,
@@ -285,7 +325,7 @@ def _logit_gradient(
 
 
 def _row_gradient(g_2TG: Tensor, parts_2GW: Tensor, x_TD: Tensor, tile: Tile) -> Tensor:
-    grad_TD = torch.empty_like(x_TD)
+    grad_TD = x_TD.new_empty(x_TD.shape)
     num_rows, width = x_TD.shape
     launch(
         row_gradient,
@@ -304,24 +344,22 @@ def _row_gradient(g_2TG: Tensor, parts_2GW: Tensor, x_TD: Tensor, tile: Tile) ->
 
 def _weight_gradient(g_2TG: Tensor, x_TD: Tensor, weight_ED: Tensor, tile: Tile) -> Tensor:
     num_experts, width = weight_ED.shape
-    rows_each = rows_of_part(len(x_TD), num_experts, width, tile)
-    parts = triton.cdiv(len(x_TD), rows_each)
-    partial_SED = weight_ED.new_empty(parts, num_experts, width)
+    parts_SED = weight_ED.new_empty(num_parts(len(x_TD), weight_ED), num_experts, width)
     launch(
         weight_gradient,
-        parts * tiles_of_weights(num_experts, width, tile),
+        len(parts_SED) * tiles_of_weights(num_experts, width, tile),
         g_2TG,
         x_TD,
-        partial_SED,
+        parts_SED,
         len(x_TD),
-        rows_each,
+        rows_of_part(len(x_TD), num_experts, width, tile),
         E=num_experts,
         D=width,
         DEEP=g_2TG.shape[2],
         EMULATED=INTERPRETED,
         **tile.options(),
     )
-    return partial_SED.sum(0) if parts > 1 else partial_SED[0]
+    return parts_SED
 
 
 def _tiles(num_rows: int, num_experts: int, width: int) -> tuple[Tile, Tile]:

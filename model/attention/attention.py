@@ -6,6 +6,7 @@ Legend: B sequences, S positions, M of keys (S and those cached), T = B·S token
 heads of queries, V of keys and values, C channels of a head, A experts of a head.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.fused.router import Routed
 from ..config.attention_config import (
     ATTENTION,
     DenseAttentionConfig,
@@ -26,7 +28,7 @@ from ..layers import Linear, RMSNorm, neighbours_as_halves, rotate_scaled
 from ..moe import SparseLayer
 from ..routers.router import Router
 from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
-from ..routing import Routing, head_to_token_routes, token_to_head_routes
+from ..routing import Routes, Routing, head_to_token_routes, token_to_head_routes
 from .base import Attention, DepthContext
 from .mla import LatentAttention
 from .momha import MoMHA
@@ -165,23 +167,30 @@ class SwitchHead(RotaryAttention):
         batch, length, _ = n_BSD.shape
         heads, channels = self.num_heads, self.d_head
         n_TD = (n_BSD if router_input_BSD is None else router_input_BSD).flatten(0, 1)
-        experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
-        value_routes = token_to_head_routes(
-            experts_THK, weights_THK, num_experts=self.num_experts, equal_blocks=context.equal_rows
-        )
-        value_routing = Routing(value_routes, value_logits).of_documents(context.rows)
+        both = self.value_router.choose_beside(self.output_router, n_TD)
+        found = both[0] if both else self.value_router.choose_per_head(n_TD)
+        value_routing = self._routing(token_to_head_routes, found, context)
         v_UC = self.value(value_input_BSD.flatten(0, 1), value_routing.routes)
         v_BHSC = v_UC.view(batch, length, heads, channels).transpose(1, 2)
         attended_BHSC = self.attend(n_BSD, v_BHSC, context)
-        experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
-        output_routes = head_to_token_routes(
-            experts_THK, weights_THK, num_experts=self.num_experts, equal_blocks=context.equal_rows
-        )
-        output_routing = Routing(output_routes, output_logits).of_documents(context.rows)
+        found = both[1] if both else self.output_router.choose_per_head(n_TD)
+        output_routing = self._routing(head_to_token_routes, found, context)
         attended_UC = attended_BHSC.transpose(1, 2).reshape(-1, channels)
         y_TD = self.output(attended_UC, output_routing.routes)
         routings = {"value": value_routing, "output": output_routing}
         return y_TD.unflatten(0, (batch, length)), routings
+
+    def _routing(
+        self, as_routes: Callable[..., Routes], found: Routed, context: DepthContext
+    ) -> Routing:
+        routes = as_routes(
+            found.experts_THK,
+            found.gates_THK,
+            num_experts=self.num_experts,
+            equal_blocks=context.equal_rows,
+        )
+        routing = Routing(routes, found.logits_THA).with_sums(found.sums_BHA)
+        return routing.of_documents(context.rows)
 
 
 class DenseAttention(RotaryAttention):

@@ -82,6 +82,12 @@ def draw_uniform(shape: Sequence[int], device: torch.device) -> Tensor:
     return (_here.get() or fresh_draws(1, device)).uniform(shape)
 
 
+def num_sequences() -> int:
+    """Returns how many sequences a layer's pass in training has; 0: this is not in one."""
+    here = _here.get()
+    return 0 if here is None else len(here.numbers_B)
+
+
 # Per thread, because ranks may be threads.
 _here: ContextVar[Draws | None] = ContextVar("here", default=None)
 

@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ...kernels.fused.router import finds_first, greatest
+from ...kernels.fused.router import Routed, finds_first, greatest
 
 Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")
@@ -85,10 +85,8 @@ def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return gather_unique(scores, index), index
 
 
-def save_choice(
-    choose: Callable[[Tensor | None], tuple[Tensor, Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns choose(None): logits, experts and gates, of which the experts are a decision.
+def save_choice(choose: Callable[[Tensor | None], Routed]) -> Routed:
+    """Returns choose(None), of which the experts are a decision.
 
     A second run returns choose(the first run's experts), which takes them instead of choosing.
     """
@@ -96,7 +94,7 @@ def save_choice(
     if saved is not None and saved.replaying:
         return choose(saved.save(lambda: None))
     found = choose(None)
-    save_decision(lambda: found[1])
+    save_decision(lambda: found.experts_THK)
     return found
 
 

@@ -14,15 +14,16 @@ Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, H 
 feed-forward), A experts of a head, K experts chosen, N routes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from ...kernels.fused.router import Gate, can_route, route_top_k
+from ...kernels.fused.router import Gate, Routed, can_route, route_top_k
 from ...plugins import PluginError
 from ..balance import BALANCE, RunningSum, balance_value, choice_sums, document_sums
+from ..execution.draws import num_sequences
 from ..execution.recompute import save_choice
 from ..initialise import Initializer
 from ..routing import Routes, Routing, token_routes
@@ -240,6 +241,16 @@ class Choice:
     logits_TE: Tensor  # float32, before the gate's nonlinearity
     # averaged by the balancing loss; None: softmax of the logits
     probabilities_TE: Tensor | None = None
+    # softmax(logits_TE) summed over sequences, if a kernel has; `replace` drops it
+    sums_BHA: Tensor | None = field(default=None, init=False)
+
+    @staticmethod
+    def of(found: Routed) -> "Choice":
+        """Returns the choice of a router with one head."""
+        rows = found.experts_THK, found.gates_THK, found.logits_THA
+        choice = Choice(*(each.squeeze(1) for each in rows))
+        object.__setattr__(choice, "sums_BHA", found.sums_BHA)
+        return choice
 
 
 class ChoiceRouter(Router):
@@ -252,19 +263,26 @@ class ChoiceRouter(Router):
         raise NotImplementedError(f"{type(self).__name__} must implement choose")
 
     def route_in_one(
-        self, x_TD: Tensor, weight_ED: Tensor, *, gate: Gate, heads: int = 1
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Returns logits (T, H, A), experts (T, H, K) and gates (T, H, K) from one kernel.
+        self, x_TD: Tensor, weight_ED: Tensor, *, gate: Gate, heads: int = 1, routers: int = 1
+    ) -> Routed | None:
+        """Returns the choice of one kernel, also for several routers whose weights follow each other.
 
         None if the backend has no kernel for these rows; the router then takes its own steps.
         """
-        if not can_route(self.backend, x_TD, weight_ED, heads=heads):
+        if not can_route(self.backend, x_TD, weight_ED, heads=heads * routers):
             return None
         top_k = self.config.experts_per_row
         assert isinstance(top_k, int)
         return save_choice(
             lambda given_THK: route_top_k(
-                x_TD, weight_ED, top_k=top_k, gate=gate, heads=heads, given_THK=given_THK
+                x_TD,
+                weight_ED,
+                top_k=top_k,
+                gate=gate,
+                heads=heads,
+                routers=routers,
+                num_sequences=num_sequences() if self.training else 0,
+                given_THK=given_THK,
             )
         )
 
@@ -284,12 +302,13 @@ class ChoiceRouter(Router):
         probabilities = (
             None if choice.probabilities_TE is None else choice.probabilities_TE[:, None]
         )
-        return Routing(
+        routing = Routing(
             self.admit(choice, wanted, batch_size, real_T),
             choice.logits_TE[:, None],
             probabilities,
             choice.experts_TK,
         )
+        return routing.with_sums(choice.sums_BHA)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         """Sums probabilities, choices and squared log-partition functions per sequence."""

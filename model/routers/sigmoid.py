@@ -10,6 +10,8 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from ...kernels.fused.router import Routed, by_triton
+from ...kernels.gradients import once_per_pass
 from ..balance import BALANCE
 from ..execution.draws import draw_uniform
 from ..execution.recompute import save_topk
@@ -64,7 +66,7 @@ class SigmoidRouter(ChoiceRouter):
         self.num_heads = num_heads
         self.weight = parameter(num_experts, d_row, init=init)
 
-    def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose_per_head(self, x_TD: Tensor) -> Routed:
         """Chooses experts (T, H, K) int64, with gates (T, H, K) and logits (T, H, A), float32.
 
         Float32 keeps a choice from flipping with the compute dtype. The choice is made on logits,
@@ -74,20 +76,37 @@ class SigmoidRouter(ChoiceRouter):
         if not self._drops:
             found = self.route_in_one(x_TD, self.weight, gate="sigmoid", heads=self.num_heads)
             if found is not None:
-                logits_THA, experts_THK, weights_THK = found
-                return experts_THK, weights_THK, logits_THA
+                return found
         per_head = self.num_experts // self.num_heads
         logits_THA = router_logits(x_TD, self.weight).unflatten(1, (self.num_heads, per_head))
         values_THK, chosen_THK = save_topk(self._eligible(logits_THA), self.config.top_k)
         if self.num_heads > 1:
             first_H = torch.arange(0, self.num_experts, per_head, device=x_TD.device)
             chosen_THK = chosen_THK + first_H[:, None]
-        return chosen_THK, torch.sigmoid(values_THK), logits_THA
+        return Routed(logits_THA, chosen_THK, torch.sigmoid(values_THK))
+
+    def choose_beside(self, other: "SigmoidRouter", x_TD: Tensor) -> list[Routed] | None:
+        """Returns both routers' choices from one kernel, which reads the rows once.
+
+        None if there is no such kernel or the routers differ in more than their weights.
+        """
+        if not by_triton(x_TD) or self._drops or self._kind != other._kind:
+            return None
+        both = self.weight, other.weight
+        weight_ED = once_per_pass("beside", lambda *weights: torch.cat(weights), *both)
+        found = self.route_in_one(x_TD, weight_ED, gate="sigmoid", heads=self.num_heads, routers=2)
+        return None if found is None else found.of_each(2)
 
     def choose(self, x_TD: Tensor) -> Choice:
         """Chooses experts for the feed-forward, which has one head."""
-        experts_T1K, weights_T1K, logits_T1E = self.choose_per_head(x_TD)
-        return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
+        return Choice.of(self.choose_per_head(x_TD))
+
+    @property
+    def _kind(self) -> tuple:
+        """Returns what routers have in common that one kernel may serve."""
+        own, weight = type(self) is SigmoidRouter or self, self.weight
+        sizes = self.num_heads, weight.shape, weight.dtype
+        return own, self.config, self.backend, self.training, *sizes
 
     @property
     def _drops(self) -> bool:

@@ -87,8 +87,7 @@ class TokenChoiceRouter(CapacityRouter):
         gate: Gate = "softmax_of_chosen" if self.config.renormalise else "softmax"
         found = None if self.config.bias else self.route_in_one(rows_TD, self.weight, gate=gate)
         if found is not None:
-            logits_T1E, experts_T1K, weights_T1K = found
-            return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
+            return Choice.of(found)
         logits_TE = router_logits(rows_TD, self.weight)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias.to(logits_TE.dtype)

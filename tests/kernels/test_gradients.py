@@ -17,7 +17,11 @@ from moebius.kernels.calls import (
     RowGradients,
 )
 from moebius.kernels.functional import routed_linear, routed_mlp
-from moebius.kernels.gradients import GradientSum, accumulate_weight_gradients
+from moebius.kernels.gradients import (
+    GradientSum,
+    accumulate_weight_gradients,
+    once_per_pass,
+)
 from moebius.kernels.segments import Segments
 
 REPEATS = 3
@@ -203,3 +207,33 @@ def test_calls_that_were_deferred_are_added_to_those_that_were_not() -> None:
     assert total is not None
     assert total.tolist() == [7, 9]
     assert sums.pop() == (None,)
+
+
+def test_parts_of_many_calls_are_one_sum() -> None:
+    """Of unequally many parts, and of more calls than wait in memory."""
+    sums, added = GradientSum([torch.zeros(2)], defer=False), torch.zeros(2)
+    for call in range(40):
+        parts = torch.full((1 + call % 3, 2), float(call))
+        sums.add_parts(parts)
+        added += parts.sum(0)
+    assert torch.equal(sums.pop()[0], added)  # type: ignore[arg-type]
+    assert sums.pop() == (None,)
+
+
+def test_what_calls_derive_is_made_once_per_pass_and_never_stale() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    made = [once_per_pass("double", lambda w: 2 * w, weight)]
+    for _ in range(2):
+        with torch.no_grad():
+            weight += 1
+        with accumulate_weight_gradients():
+            with torch.no_grad():
+                without = once_per_pass("double", lambda w: 2 * w, weight)
+            first, again = (once_per_pass("double", lambda w: 2 * w, weight) for _ in range(2))
+            other = once_per_pass("triple", lambda w: 3 * w, weight)
+        assert first is again
+        assert first.requires_grad
+        assert not without.requires_grad
+        assert torch.equal(2 * other, 3 * first)
+        made.append(first)
+    assert [each[0].item() for each in made] == [2, 4, 6]

@@ -173,7 +173,7 @@ def test_loads_count_routes_and_gates() -> None:
         load = collect_loads([{"feed_forward": one}, {}, {"feed_forward": one}])["feed_forward"]
         assert load.load_LN.shape == (2, E)
         assert load.wanted_L.tolist() == [wanted, wanted]
-    assert report.gate_sum.item() == 5.0
+        assert load.gate_sum_L.tolist() == [5.0, 5.0]
     torch.testing.assert_close(report.sums["probability"].sum(), torch.tensor(10.0))
     assert report.sums["load"].sum(1).tolist() == [10, 10]
 

@@ -1,7 +1,8 @@
 """The router as one operation against its steps, in torch without Triton."""
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,12 +13,16 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.kernels.fused import router as kernel
-from moebius.kernels.fused.router import Gate, can_route, route_top_k
+from moebius.kernels.fused.router import Gate, Routed, can_route, route_top_k
+from moebius.model.balance import choice_sums
 from moebius.model.execution.recompute import run_recomputed
 from moebius.model.initialise import uniform
 from moebius.model.routers import router as routers
+from moebius.model.routers import sigmoid
+from moebius.model.routers.router import Choice
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
 from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
+from moebius.model.routing import Routing, token_routes
 
 FLOAT64 = torch.float64
 
@@ -35,7 +40,7 @@ def test_values_and_gradients_are_those_of_the_steps(
 ) -> None:
     """`parts`: which results have a gradient, the logits, the gates or both."""
     x, weight = leaves((7, 12), (15, 12))
-    found = route_top_k(x, weight, top_k=3, gate=gate, heads=heads)
+    found = route_top_k(x, weight, top_k=3, gate=gate, heads=heads)[:3]
     exact = [tensor.detach().to(FLOAT64).requires_grad_() for tensor in (x, weight)]
     expected = step_by_step(exact[0], exact[1], top_k=3, gate=gate, heads=heads)
     assert torch.equal(found[1], expected[1])
@@ -52,7 +57,7 @@ def test_values_and_gradients_are_those_of_the_steps(
 def test_given_experts_are_taken() -> None:
     x, weight = leaves((7, 12), (15, 12))
     given_THK = torch.tensor([[[4, 0], [9, 8], [10, 14]]]).expand(7, -1, -1).contiguous()
-    logits, experts, gates = route_top_k(
+    logits, experts, gates, _ = route_top_k(
         x, weight, top_k=2, gate="sigmoid", heads=3, given_THK=given_THK
     )
     assert torch.equal(experts, given_THK)
@@ -78,7 +83,7 @@ def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
     x, weight = x_TD.clone().requires_grad_(), weight_ED.clone().requires_grad_()
     found = route_top_k(x, weight, top_k=2, gate="sigmoid", heads=3)
     grads = torch.autograd.grad([found[0], found[2]], [x, weight], [found[0].detach(), found[2]])
-    return *(one.detach() for one in found), *grads
+    return *(one.detach() for one in found[:3]), *grads
 
 
 @pytest.mark.skipif(not kernel._has_brgemm(), reason="no micro-kernels on this CPU")
@@ -99,7 +104,7 @@ def test_on_a_cpu_neither_neighbours_nor_threads_change_a_bit(
 
 def test_no_row_is_routed_nowhere() -> None:
     x, weight = leaves((0, 12), (15, 12))
-    logits, experts, gates = route_top_k(x, weight, top_k=2, gate="sigmoid", heads=3)
+    logits, experts, gates, _ = route_top_k(x, weight, top_k=2, gate="sigmoid", heads=3)
     assert (logits.shape, experts.shape, gates.shape) == ((0, 3, 5), (0, 3, 2), (0, 3, 2))
     assert torch.autograd.grad(gates.sum(), weight)[0].abs().max() == 0
 
@@ -116,7 +121,7 @@ def test_numbers_that_do_not_fit_are_refused(heads: int, top_k: int) -> None:
 def test_it_is_traced_without_values_and_counted() -> None:
     with FakeTensorMode(), FlopCounterMode(display=False) as flops:
         x, weight = torch.zeros(7, 12, requires_grad=True), torch.zeros(15, 12, requires_grad=True)
-        logits, experts, gates = route_top_k(x, weight, top_k=2, gate="softmax", heads=3)
+        logits, experts, gates, _ = route_top_k(x, weight, top_k=2, gate="softmax", heads=3)
         assert (logits.shape, experts.shape, gates.shape) == ((7, 3, 5), (7, 3, 2), (7, 3, 2))
         assert (experts.dtype, gates.dtype) == (torch.int64, torch.float32)
         (logits.sum() + gates.sum()).backward()
@@ -193,11 +198,11 @@ def test_dropped_experts_are_not_its_business(monkeypatch: pytest.MonkeyPatch) -
     )
     torch.nn.init.normal_(router.weight)
     x, _ = leaves((200, 12), (1, 1))
-    best_THK = router.eval().choose_per_head(x)[0]
+    best_THK = router.eval().choose_per_head(x).experts_THK
     assert torch.equal(
         best_THK, step_by_step(x, router.weight, top_k=1, gate="sigmoid", heads=3)[1]
     )
-    assert (router.train().choose_per_head(x)[0] != best_THK).any()
+    assert (router.train().choose_per_head(x).experts_THK != best_THK).any()
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -211,11 +216,58 @@ def test_a_second_run_takes_the_first_ones_experts(
 
     def step(rows: Tensor) -> tuple[Tensor, None]:
         # Rounding that differs between the runs, by far more than a kernel's would.
-        experts_THK, weights_THK, _ = router.choose_per_head(rows * (-1) ** len(seen))
-        seen.append(experts_THK)
-        return weights_THK, None
+        found = router.choose_per_head(rows * (-1) ** len(seen))
+        seen.append(found.experts_THK)
+        return found.gates_THK, None
 
     y, _ = run_recomputed(mode, router, step, x)  # type: ignore[arg-type]
     y.sum().backward()
     assert len(seen) == 2
     assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "together"),
+    [
+        ({}, SigmoidRouter, True),
+        ({"top_k": 3}, SigmoidRouter, False),
+        ({"balance": 0.5}, SigmoidRouter, False),
+        ({}, type("Own", (SigmoidRouter,), {}), False),
+    ],
+)
+def test_only_equal_built_in_routers_share_a_kernel(
+    changes: dict[str, Any],
+    kind: type[SigmoidRouter],
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(sigmoid, "by_triton", lambda x_TD: True)
+    monkeypatch.setattr(
+        SigmoidRouter, "route_in_one", lambda *_, routers, **__: asked.append(routers)
+    )
+    config = SigmoidConfig(top_k=2)
+    first, second = (
+        kind(one, 12, 15, init=uniform(1.0), num_heads=3)
+        for one in (config, config.model_copy(update=changes))
+    )
+    for other in (second, SigmoidRouter(config, 12, 15, init=uniform(1.0))):  # of one head
+        assert first.choose_beside(other, torch.zeros(4, 12)) is None
+    assert asked == [2] * together
+
+
+def test_sums_do_not_outlive_the_logits_that_they_sum() -> None:
+    rows = torch.zeros(4, 1, 3)
+    choice = Choice.of(Routed(rows, rows.long(), rows, torch.ones(2, 1, 3)))
+    routes = token_routes(choice.experts_TK, choice.weights_TK, num_experts=3)
+    routing = Routing(routes, rows).with_sums(choice.sums_BHA)
+    assert choice_sums(routing, 2)["probability"] is choice.sums_BHA
+    for changed in (
+        replace(routing, logits_THA=rows + 1),
+        routing.of_weighted_rows(torch.ones(4)),
+        Routing(routes, rows).with_sums(replace(choice, logits_TE=rows[:, 0]).sums_BHA),
+    ):
+        assert changed.sums_BHA is None
+        torch.testing.assert_close(
+            choice_sums(changed, 2)["probability"], torch.full((2, 1, 3), 2 / 3)
+        )

@@ -217,25 +217,28 @@ def calls(loads: Sequence[str] = LOADS) -> Iterator[tuple[Callable[[], None], bo
 def call_routers() -> None:
     """Routers of the feed-forward's experts and of V and O, the widest, and one that is given.
 
-    Backward with gradients of the logits, of the gates, and of both; some need not be made.
+    Backward with gradients of all results, of gates, and of logits; some need not be made.
     """
-    for tokens, width, heads, per_head, top_k, gate in (
-        (16384, 1024, 1, 387, 16, "sigmoid"),
-        (16384, 1024, 4, 10, 2, "sigmoid"),
-        (4096, 412, 1, 155, 12, "softmax"),
-        (16384, 1536, 1, MOST_EXPERTS, 24, "softmax_of_chosen"),
+    for tokens, width, routers, heads, per_head, top_k, gate in (
+        (16384, 1024, 1, 1, 387, 16, "sigmoid"),
+        (16384, 1024, 2, 4, 10, 2, "sigmoid"),
+        (4096, 412, 1, 1, 155, 12, "softmax"),
+        (16384, 1536, 1, 1, MOST_EXPERTS, 24, "softmax_of_chosen"),
     ):
-        x, w = torch.empty(tokens, width), torch.empty(heads * per_head, width)
-        given: dict[str, Any] = {"top_k": top_k, "heads": heads, "gate": gate}
-        logits_TE, experts_THK, gates_THK = router.route_top_k(x, w, None, **given)
-        made = (experts_THK, gates_THK, logits_TE)
+        x, w = torch.empty(tokens, width), torch.empty(routers * heads * per_head, width)
+        logits_TE, experts, gates, sums_BE = router.route_top_k(
+            x, w, None, gate, top_k, heads, routers, num_sequences=16
+        )
+        made = (experts, gates, logits_TE)
         for grads, wants in (
-            ((logits_TE, gates_THK), (True, True)),
-            ((None, gates_THK), (True, False)),
-            ((logits_TE, None), (False, True)),
+            ((logits_TE, gates, sums_BE), (True, True)),
+            ((None, gates, None), (True, False)),
+            ((logits_TE, None, None), (False, True)),
         ):
             router_gradients.route_top_k_backward(x, w, made, grads, gate=gate, wants=wants)
-    router.route_top_k(x, w, torch.empty(tokens, heads, top_k, dtype=torch.int64), **given)
+    router.route_top_k(
+        x, w, torch.empty(tokens, heads, top_k, dtype=torch.int64), gate, top_k, heads
+    )
 
 
 def call_norms(width: int) -> None:

@@ -1,17 +1,27 @@
 """The router's kernels against float64 and against torch's selection."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from family import make_uneven, some_tokens, tiny_model
 from pairwise import slow_but
 from router_cases import GATES, RECORDED, gates_of, recorded_choices, step_by_step
 from torch import Tensor
 
 from moebius.kernels.fused import router as torchs
 from moebius.kernels.fused.router import Gate, route_top_k
+from moebius.kernels.gradients import accumulate_weight_gradients, sum_parts
 from moebius.kernels.triton import router as kernel
 from moebius.kernels.triton import router_gradients, tiles
+from moebius.kernels.triton.guard import launch
+from moebius.model.execution.recompute import Recompute
+from moebius.model.loops.steps import PassOptions
+from moebius.model.routers import router as routers
 
 # tokens, width, heads, experts of a head, top_k
 CASES = {
@@ -37,7 +47,7 @@ def make(name: str) -> tuple[Tensor, Tensor, int, int]:
 @pytest.mark.parametrize("name", slow_but(CASES, "several blocks of rows", "no row", "one of each"))
 def test_logits_choice_and_gates(name: str, gate: Gate) -> None:
     x, weight, heads, top_k = make(name)
-    logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+    logits, experts, gates, _ = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
     exact, wanted, weighed = step_by_step(
         x.double(), weight.double(), top_k=top_k, gate=gate, heads=heads
     )
@@ -46,7 +56,7 @@ def test_logits_choice_and_gates(name: str, gate: Gate) -> None:
     assert torch.equal(experts, wanted)
     torch.testing.assert_close(gates.double(), weighed, rtol=1e-4, atol=1e-6)
     again = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads, given_THK=experts)
-    for first, second in zip((logits, experts, gates), again, strict=True):
+    for first, second in zip((logits, experts, gates), again[:3], strict=True):
         assert torch.equal(first, second)
 
 
@@ -55,7 +65,7 @@ def test_given_experts_are_weighed_in_their_order(gate: Gate) -> None:
     x, weight, heads, _ = make("several blocks of rows")
     place_THK = torch.rand(37, heads, 10, generator=torch.Generator().manual_seed(8)).argsort(-1)
     given_THK = place_THK[..., :3] + torch.arange(heads)[:, None] * 10
-    logits, experts, gates = route_top_k(
+    logits, experts, gates, _ = route_top_k(
         x, weight, top_k=3, gate=gate, heads=heads, given_THK=given_THK
     )
     assert torch.equal(experts, given_THK)
@@ -78,7 +88,7 @@ def test_equal_logits_and_those_that_are_no_numbers() -> None:
         assert experts[0, 0].tolist() == chosen
     # Splitting an infinity gives NaN, which is selected first.
     weight = torch.tensor([[1.0], [-inf], [2.0]])
-    logits, experts, gates = route_top_k(torch.ones(1, 1), weight, top_k=2, gate="sigmoid")
+    logits, experts, gates, _ = route_top_k(torch.ones(1, 1), weight, top_k=2, gate="sigmoid")
     assert experts[0, 0].tolist() == [1, 2]
     assert logits[0, 0].isnan().tolist() == [False, True, False]
     assert gates[0, 0].isnan().tolist() == [True, False]
@@ -89,7 +99,7 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
     weight = values[:, None].contiguous()
     parts = torch.empty(2, 32, 32)
     shape = {"E": 6, "D": 1, "ROWS": 32, "WIDTH": 32, "BLOCK": 1024, "EMULATED": True}
-    kernel.launch(kernel._split, 1, weight, parts, **shape)
+    launch(kernel._split, 1, weight, parts, **shape)
     high = values.bfloat16().float()
     assert torch.equal(parts[0, :6, 0], high)
     assert torch.equal(parts[1, :6, 0], (values - high).bfloat16().float())
@@ -104,21 +114,22 @@ class Backward:
     x_TD: Tensor
     weight_ED: Tensor
     made: tuple[Tensor, Tensor, Tensor]
-    grads: tuple[Tensor | None, Tensor | None]
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None]
     gate: Gate
 
     def kernels(self, wants_x: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
         """By the kernels."""
         wants = wants_x, wants_weight
-        return router_gradients.route_top_k_backward(
+        grad_x, parts = router_gradients.route_top_k_backward(
             self.x_TD, self.weight_ED, self.made, self.grads, gate=self.gate, wants=wants
         )
+        return grad_x, None if parts is None else sum_parts(parts)
 
     def of_logits(self) -> tuple[Tensor, Tensor]:
         """The logits' gradient and the sum of its terms' sizes, by torch in float64."""
         experts, gates, logits = self.made
         logits_TE = logits.double() if self.gate == "softmax" else None
-        of_logits, of_gates = (None if grad is None else grad.double() for grad in self.grads)
+        of_logits, of_gates = (None if grad is None else grad.double() for grad in self.grads[:2])
         if of_gates is None:
             assert of_logits is not None
             return of_logits, of_logits.abs()
@@ -139,12 +150,12 @@ class Backward:
 def make_backward(name: str, gate: Gate, *, parts: tuple[bool, bool] = (True, True)) -> Backward:
     """`parts`: whether the logits have a gradient, and the gates."""
     x, weight, heads, top_k = make(name)
-    logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+    logits, experts, gates, _ = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
     generator = torch.Generator().manual_seed(9)
     flat_TE = logits.flatten(1)
     grad_TE = torch.randn(flat_TE.shape, generator=generator) if parts[0] else None
     grad_THK = torch.randn(gates.shape, generator=generator) if parts[1] else None
-    return Backward(x, weight, (experts, gates, flat_TE), (grad_TE, grad_THK), gate)
+    return Backward(x, weight, (experts, gates, flat_TE), (grad_TE, grad_THK, None), gate)
 
 
 def check_bounds(given: Backward) -> None:
@@ -196,7 +207,7 @@ def test_rows_in_several_parts_are_added_in_order(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_no_number_stays_in_its_row_and_its_experts(bad: float) -> None:
     given = make_backward("several blocks of rows", "sigmoid")
-    grad_TE, _ = given.grads
+    grad_TE = given.grads[0]
     assert grad_TE is not None
     grad_TE[36, 29] = bad
     grad_x, grad_weight = given.kernels(True, True)
@@ -230,6 +241,146 @@ def test_autograd_gets_what_torchs_operations_give(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+# sequences, rows of one, width, routers, heads, experts of a head, top_k
+SUMMED = {
+    "blocks of one sequence": (2, 32, 9, 1, 1, 19, 3),
+    "V and O": (2, 16, 9, 2, 3, 5, 2),
+    "a block has rows of two sequences": (3, 9, 7, 2, 2, 4, 1),
+}
+
+
+@pytest.mark.parametrize("gate", slow_but(GATES, "sigmoid", "softmax"))
+@pytest.mark.parametrize("name", SUMMED)
+def test_sums_and_several_routers_are_those_of_float64(name: str, gate: Gate) -> None:
+    batch, length, width, routers, heads, per_head, top_k = SUMMED[name]
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(batch * length, width, generator=generator)
+    weights = torch.randn(routers, heads * per_head, width, generator=generator) / width**0.5
+    given: dict[str, Any] = {"top_k": top_k, "gate": gate, "heads": heads}
+
+    def outputs(x: Tensor, weight: Tensor) -> list[Tensor]:
+        """Of every router: gates, sums and logits."""
+        if x.dtype is torch.float32:
+            together: dict[str, Any] = given | {"routers": routers, "num_sequences": batch}
+            found = route_top_k(x, weight.flatten(0, 1), **together)
+            each = found.of_each(routers) if routers > 1 else [found]
+            chosen.extend(one.experts_THK for one in each)
+            parts = [(one.gates_THK, one.sums_BHA, one.logits_THA) for one in each]
+            return [part for three in parts for part in three if part is not None]
+        found = []
+        for number, weight_ED in enumerate(weight):
+            logits, experts, gates = step_by_step(x, weight_ED, **given)
+            assert torch.equal(experts, chosen[number])
+            found += [gates, logits.softmax(-1).unflatten(0, (batch, -1)).sum(1), logits]
+        return found
+
+    chosen: list[Tensor] = []
+    results: list[list[Tensor]] = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [each.to(dtype).requires_grad_() for each in (x, weights)]
+        found = outputs(*leaves)
+        value = sum((part * torch.arange(part.numel()).view_as(part).sin()).sum() for part in found)
+        assert isinstance(value, Tensor)
+        results.append([*found, *torch.autograd.grad(value, leaves)])
+    for mine, exact in zip(*results, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("grad_of", ["gates", "sums"])
+def test_only_one_of_gates_and_sums_has_a_gradient(grad_of: str) -> None:
+    batch, length, width, *_ = SUMMED["V and O"]
+    x, weight = torch.randn(batch * length, width), torch.randn(30, width)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    given: dict[str, Any] = {"top_k": 2, "gate": "sigmoid", "heads": 3, "routers": 2}
+    found = route_top_k(x, weight, **given, num_sequences=batch)
+    assert found.sums_BHA is not None
+    value = found.gates_THK if grad_of == "gates" else found.sums_BHA
+    ours = torch.autograd.grad(value.square().sum(), leaves)
+    logits = x.double() @ weight.double().T
+    share = logits.unflatten(1, (6, 5)).softmax(-1).unflatten(0, (batch, -1)).sum(1)
+    places = (found.experts_THK + torch.tensor([0, 15])[:, None, None, None]).movedim(0, 1)
+    gates = logits.gather(1, places.flatten(1)).sigmoid()
+    exact = torch.autograd.grad((gates if grad_of == "gates" else share).square().sum(), leaves)
+    for mine, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+
+
+def test_a_pass_splits_a_weight_once_and_sums_its_gradients_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three calls of unequal numbers of rows per pass; the weight changes between two passes."""
+    launched: list[str] = []
+
+    def noted(function: Any, *args: Any, **meta: Any) -> None:
+        launched.append(function.fn.__name__)
+        launch(function, *args, **meta)
+
+    for module in (kernel, router_gradients):
+        monkeypatch.setattr(module, "launch", noted)
+    monkeypatch.setattr(tiles, "_LEAST_ROWS", 16)
+    generator = torch.Generator().manual_seed(4)
+    rows = [torch.randn(tokens, 9, generator=generator) for tokens in (40, 0, 17, 40)]
+    weight = torch.randn(12, 9, generator=generator).requires_grad_()
+    for _ in range(2):
+        launched.clear()
+        with accumulate_weight_gradients():
+            found = [route_top_k(x, weight, top_k=2, gate="sigmoid").gates_THK for x in rows]
+        [ours] = torch.autograd.grad(sum(each.sum() for each in found), [weight])  # type: ignore
+        exact = torch.zeros_like(weight, dtype=torch.float64)
+        for x, gates in zip(rows, found, strict=True):
+            wide = weight.detach().double().requires_grad_()
+            chosen = (x.double() @ wide.T).topk(2).values.sigmoid()
+            torch.testing.assert_close(gates.double().squeeze(1), chosen, rtol=1e-4, atol=1e-6)
+            exact += torch.autograd.grad(chosen.sum(), wide)[0]
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+        assert launched.count("_split") == 1
+        assert launched.count("weight_gradient") == 3
+        with torch.no_grad():
+            weight += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_models_routers_are_as_in_separate_operations(recompute: Recompute) -> None:
+    """Losses, loads and gradients; and that V and O were one kernel, with their sums."""
+    tokens, found = some_tokens(2, 17), []
+    for backend in ("segments", "triton"):
+        model = make_uneven(tiny_model("moeut", {"num_layers": 4}))
+        for _, _, router in model.routers():
+            router.backend = backend
+        seen = [] if backend == "triton" else None
+        options = PassOptions(recompute=recompute)
+        with watched_routers(seen):
+            out = model(tokens[:, :-1], targets_BS=tokens[:, 1:], options=options)
+            (out.cross_entropy + 50 * out.regularisation_B.sum()).backward()
+        found.append((out, {name: each.grad for name, each in model.named_parameters()}))
+        if seen is not None:
+            assert {(each["routers"], each["num_sequences"]) for each in seen} == {(1, 2), (2, 2)}
+    (plain, grads), (ours, fused_grads) = found
+    torch.testing.assert_close(ours.cross_entropy, plain.cross_entropy, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.regularisation_B, plain.regularisation_B, rtol=1e-4, atol=1e-6)
+    for kind, load in plain.loads.items():
+        assert torch.equal(ours.loads[kind].load_LN, load.load_LN)
+        torch.testing.assert_close(ours.loads[kind].gate_sum_L, load.gate_sum_L)
+    for name, grad in grads.items():
+        assert grad is not None
+        error = (fused_grads[name] - grad).norm() / grad.norm().clamp_min(1e-6)
+        assert error < 2e-3, name
+
+
+@contextmanager
+def watched_routers(seen: list[dict[str, Any]] | None) -> Iterator[None]:
+    """Writes down what every call of `route_top_k` was asked."""
+
+    def noted(*args: Any, **given: Any) -> Any:
+        if seen is not None:
+            seen.append(given)
+        return route_top_k(*args, **given)
+
+    with patch.object(routers, "route_top_k", noted):
+        yield
+
+
 def test_rows_in_bfloat16_get_gradients_in_bfloat16() -> None:
     x, weight, heads, top_k = make("several blocks of rows")
     low = x.bfloat16().requires_grad_()
@@ -244,7 +395,7 @@ def test_recorded_routers_choose_the_same(name: str, monkeypatch: pytest.MonkeyP
     asked = recorded_choices(name, monkeypatch)
     assert asked
     for one in asked:
-        _, experts_THK, _ = route_top_k(
+        _, experts_THK, *_ = route_top_k(
             one.x_TD, one.weight_ED, top_k=one.top_k, gate="sigmoid", heads=one.heads
         )
         assert torch.equal(experts_THK, one.experts_THK)
