@@ -23,6 +23,7 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch import Tensor
 from ..kernels.fused.router import softmax_sums
 from ..plugins import Registry
 from .documents import DocumentRows
+from .layers import literal
 from .routing import Mixture, Routes, Routing
 
 BALANCE = Registry(
@@ -45,7 +47,8 @@ class RunningSum:
     """Sums statistics over the micro-batches of one optimizer step, and over ranks.
 
     Global balancing losses read it. With gradient accumulation, micro-batch j sees the choices of
-    micro-batches 1 … j, because later ones have not been routed yet.
+    micro-batches 1 … j, because later ones have not been routed yet. The sums stay in the same
+    memory, so that a recorded pass adds to them when it is repeated.
     """
 
     def __init__(
@@ -53,24 +56,28 @@ class RunningSum:
         over_ranks: Callable[[Tensor], Tensor] = lambda local: local,
         *,
         prefix: str = "",
-        totals: dict[str, Tensor] | None = None,
+        totals: dict[Any, Tensor] | None = None,
     ) -> None:
         """Takes `over_ranks`, which sums a small tensor over all ranks; the default is one rank."""
         self._over_ranks, self._prefix = over_ranks, prefix
-        self._totals: dict[str, Tensor] = {} if totals is None else totals
+        self._totals: dict[Any, Tensor] = {} if totals is None else totals
 
     def reset(self) -> None:
-        """Clears all sums at the start of an optimizer step."""
-        self._totals.clear()
+        """Sets all sums to 0 at the start of an optimizer step."""
+        if self._totals:
+            torch._foreach_zero_([*self._totals.values()])  # pyright: ignore[reportPrivateImportUsage]
 
     def add(self, name: str, local: Tensor) -> Tensor:
         """Adds a detached tensor to the sum under `name`, and returns the sum so far.
 
         Collective across ranks.
         """
-        key, added = self._prefix + name, self._over_ranks(local.detach())
-        self._totals[key] = self._totals[key] + added if key in self._totals else added
-        return self._totals[key]
+        added = self._over_ranks(local.detach())
+        # A model that was cast or moved since has other sums.
+        key = (self._prefix + name, added.dtype, added.device)
+        if key not in self._totals:
+            self._totals[key] = torch.zeros_like(added)
+        return self._totals[key].add_(added)
 
     def named(self, prefix: str) -> "RunningSum":
         """Returns a view of the same sums under a prefix, one for each router."""
@@ -392,7 +399,8 @@ def collect_loads(
 
 def _load_of_layers(load: DepthLoad, members: Sequence[int]) -> DepthLoad:
     layers = sorted(set(members))
-    index_L = torch.tensor([layers.index(member) for member in members]).to(load.load_LN.device)
+    index = tuple(layers.index(member) for member in members)
+    index_L = literal(index, torch.int64, load.load_LN.device)
 
     def added(value_L: Tensor) -> Tensor:
         zeros = value_L.new_zeros(len(layers), *value_L.shape[1:])
