@@ -317,6 +317,22 @@ def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) 
 
 
 @dataclass(frozen=True)
+class Choices:
+    """Lists which expert serves which row, a pair for each of N routes."""
+
+    expert_N: Tensor
+    row_N: Tensor | None  # None: row after row, equally many routes each
+    num_rows: int
+    num_experts: int
+
+    def of_rows(self, value_T: Tensor) -> Tensor:
+        """Returns the values of the routes' rows, (N,)."""
+        if self.row_N is not None:
+            return value_T[self.row_N]
+        return value_T.repeat_interleave(len(self.expert_N) // max(self.num_rows, 1))
+
+
+@dataclass(frozen=True)
 class RouterReport:
     """Reports one router's decisions in one depth step."""
 
@@ -328,7 +344,7 @@ class RouterReport:
     wanted: int | None  # requested routes; None: equal to the served ones
     # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
     gate_sum: Tensor
-    chosen_TE: Tensor | None = None  # bool: which experts serve a row; None: not asked for
+    choices: Choices | None = None  # which experts serve which rows; None: not asked for
 
 
 def report_routing(
@@ -345,17 +361,15 @@ def report_routing(
     if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
         wanted = num_rows * routing.wanted_TK.shape[1:].numel()
-    chosen_TE = None
+    choices = None
     if marks:
-        index_N = routes.target_N * routes.num_experts + routes.expert_N
-        shape = routes.num_targets, routes.num_experts
-        chosen = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device)
-        chosen_TE = chosen.index_fill_(0, index_N, True).view(shape)
+        row_N = None if routes.per_target else routes.target_N
+        choices = Choices(routes.expert_N, row_N, routes.num_targets, routes.num_experts)
     load_N, starts_N1 = None, routes.known_starts()
     if starts_N1 is None:
         load_N = routes.counts()
     gate_sum = routes.weight_N.detach().sum()
-    return RouterReport(sums, load_N, starts_N1, wanted, gate_sum, chosen_TE)
+    return RouterReport(sums, load_N, starts_N1, wanted, gate_sum, choices)
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -214,7 +214,7 @@ class Loops(nn.Module):
                 if exits is not None and step.loop < last:
                     exits.leave(before_BSD, states.x_BSD, read, predict, self.exit_gate)
                 if steps.measures is not None:
-                    steps.measures.see_state(step.loop, before_BSD, states.x_BSD)
+                    steps.measures.see_state(before_BSD, states.x_BSD)
             if step.loop in wanted:
                 rows.append(read(states.of_all(), None))
         if self.exit_gate is None or not self.training:

@@ -75,7 +75,7 @@ class DepthSteps:
             config.order == "abab" and config.halting is None and config.num_repeats > 1
         )
         if options.measures_loops and training and has_comparable_loops:
-            self.measures = LoopMeasures(self.depth, len(x_BSD), self.real_BS)
+            self.measures = LoopMeasures(self.depth, x_BSD, self.real_BS)
         self.done: list[DepthStep] = []
         self.reports: list[dict[str, RouterReport]] = []  # of `done`
         self.halted: Halted | None = None
