@@ -19,7 +19,7 @@ from ..balance import Choices, RouterReport
 from ..config.model_config import DepthStep
 from ..layers import on_device
 from .depth import PassDepth, shares_making
-from .exits import mean_of_real, state_change
+from .exits import mean_of_real, moved_and_size, share_moved
 
 
 class LoopMeasures:
@@ -30,12 +30,12 @@ class LoopMeasures:
         self._batch_size, self._real_BS = len(x_BSD), real_BS
         self._shares = depth.shares or shares_making(depth.of_sequence or (depth.num_loops,))
         self._place_X = None if depth.of_sequence is None else _places(depth, x_BSD.device)
-        self._changes: list[Tensor] = []  # by loop of the pass, (B', S)
+        self._moves: list[tuple[Tensor, Tensor]] = []  # by loop of the pass, and sizes, (B', S)
         self._choices: dict[int, list[Choices]] = {}  # by layer, then by loop of the pass
 
     def see_state(self, before_BSD: Tensor, after_BSD: Tensor) -> None:
         """Measures how far the pass's next loop has moved the sequences that make it."""
-        self._changes.append(state_change(before_BSD.detach(), after_BSD.detach()))
+        self._moves.append(moved_and_size(before_BSD.detach(), after_BSD.detach()))
 
     def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
         """Keeps what the sequences that make the pass's next loop have chosen in a layer."""
@@ -63,7 +63,8 @@ class LoopMeasures:
 
     def _change(self) -> Tensor:
         """Returns how far each own loop of a sequence has moved it, (R, B, S); 0 if it makes none."""
-        change_XS, shape = torch.cat(self._changes), (len(self._shares), self._batch_size)
+        moved_XS, size_XS = (torch.cat(each) for each in zip(*self._moves, strict=True))
+        change_XS, shape = share_moved(moved_XS, size_XS), (len(self._shares), self._batch_size)
         if self._place_X is not None:
             none_XS = change_XS.new_zeros(shape[0] * shape[1], change_XS.shape[1])
             change_XS = none_XS.index_copy(0, self._place_X, change_XS)
