@@ -258,8 +258,8 @@ class Loops(nn.Module):
         table_SD = torch.empty(num_positions, e_BSD.shape[-1])
         table_SD = self._noise(table_SD.uniform_(-_WITHIN, _WITHIN, generator=generator))
         if steps.positions_BS is None:
-            return table_SD[steps.past :].to(e_BSD).expand_as(e_BSD)
-        return table_SD.to(e_BSD)[steps.positions_BS]
+            return on_device(table_SD[steps.past :].to(e_BSD.dtype), e_BSD.device).expand_as(e_BSD)
+        return on_device(table_SD.to(e_BSD.dtype), e_BSD.device)[steps.positions_BS]
 
     def _noise(self, uniform: Tensor) -> Tensor:
         """Makes numbers from −erf(3/√2) to erf(3/√2) normal, cut at 3 standard deviations.
