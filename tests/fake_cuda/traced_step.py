@@ -202,6 +202,7 @@ class Watch(TorchDispatchMode):
             return self._taken_apart(func, args, kwargs)
         name = func.__name__.split(".")[0]
         where = _launched_at()
+        self.note(name, where, (args, kwargs))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = [each for each in given if each.is_cuda]
         if name == "_local_scalar_dense":  # a value of the host has none here either
@@ -226,6 +227,9 @@ class Watch(TorchDispatchMode):
             self.copies[copied, where] += 1
         return result
 
+    def note(self, name: str, where: str, given: Any) -> None:
+        """Is told of every call, and of every launch of Triton's; for who compares them."""
+
     def _taken_apart(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         promised = func(*args, **kwargs)
         with self:
@@ -237,14 +241,16 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
+def watched(
+    num_parts: int = 1, *, rest: float = 0.0, watch: Watch | None = None
+) -> Iterator[Watch]:
     """Watches what is done under a `FakeTensorMode`, Triton's launches included.
 
     `num_parts`: among so many ranks, or nodes, a layer's routes are shared evenly, for whoever reads
     how many go where. `rest`: what is read of a list behind its first number, which is `NORM`: of a
     step the flags, which nobody has set.
     """
-    watch = Watch()
+    watch = watch or Watch()
     begin_pass, share = Counters.begin_pass, [1]
 
     def begin(self: Counters, num_routes: int, *, recomputed: bool) -> None:
@@ -257,6 +263,7 @@ def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if away := [str(each.device) for each in tensors if not each.is_cuda]:
             watch.wrong.append(f"{kernel.__name__} at {_launched_at()}: {away}")
+        watch.note(kernel.fn.__name__, _launched_at(), (grid, args, kwargs))
 
     def counts(self: Counters, values: Tensor) -> Any:
         watch.reads["counts", _launched_at()] += 1
@@ -358,7 +365,7 @@ def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         run = assemble(config, Path(folder), process)
-        batch = _batch(config, num_ranks)
+        batch = batch_of(config, num_ranks)
         parts = 2 if needs_nodes(config.mesh.dispatcher) else num_ranks
         with watched(parts) as first:
             step(run, batch, 1e-4)
@@ -368,7 +375,7 @@ def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
         return {"step": second, "evaluation": _trace_evaluation(run, parts)}
 
 
-def _batch(config: Config, num_ranks: int) -> Batch:
+def batch_of(config: Config, num_ranks: int) -> Batch:
     micro = config.train.micro_batch
     shape = (config.train.global_batch // num_ranks // micro, micro, config.data.seq_len + 1)
     return Batch(np.ones(shape, dtype=np.int64), 0, 0, equal_shapes=True)

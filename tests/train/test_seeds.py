@@ -170,6 +170,15 @@ def test_layers_loops_and_tensors_draw_other_numbers() -> None:
     assert torch.equal(only, mixed[3:])
 
 
+def test_only_tensors_of_a_pass_tell_its_numbers() -> None:
+    """A recorded pass reads the key and the numbers of another one where it read its own."""
+    first, other = (draws_of(f"7/{step}", torch.arange(2) + step) for step in (0, 1))
+    wanted = other.at("layer 0", 1, None).uniform((6, 4))
+    first.key.copy_(other.key)
+    first.numbers_B.copy_(other.numbers_B)
+    assert torch.equal(first.at("layer 0", 1, None).uniform((6, 4)), wanted)
+
+
 def test_numbers_are_uniform_and_independent() -> None:
     """Means, variances and correlations of 2¹⁹ numbers are within five standard errors."""
     rows = draws_of("7/0", torch.arange(8)).uniform((8, 2**16)).double()
