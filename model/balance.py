@@ -23,7 +23,7 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -316,20 +316,13 @@ def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) 
     return running.add(name, micro_batch) if scope == "global_batch" else micro_batch
 
 
-@dataclass(frozen=True)
-class Choices:
+class Choices(NamedTuple):
     """Lists which expert serves which row, a pair for each of N routes."""
 
     expert_N: Tensor
     row_N: Tensor | None  # None: row after row, equally many routes each
     num_rows: int
     num_experts: int
-
-    def of_rows(self, value_T: Tensor) -> Tensor:
-        """Returns the values of the routes' rows, (N,)."""
-        if self.row_N is not None:
-            return value_T[self.row_N]
-        return value_T.repeat_interleave(len(self.expert_N) // max(self.num_rows, 1))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 Routing that diverges between loops is what lets a looped mixture of experts beat its unlooped
 partner where a looped dense model does not (arXiv 2605.09165).
 
-A pass keeps what it has seen of every loop, and compares all loops at its end: a few operations on
-large tensors instead of many small ones in every depth step. A mark per row, expert and loop costs
-T·E·(R + 1) bytes, for one layer at a time.
+A pass compares all its loops at its end, in few operations, with T·E·(R + 1) bytes of marks per
+layer.
 
 Legend: B sequences, S positions (or sub-tokens), T = B·S rows of the router, E experts, D model
 width, R loops, L layers, N routes of a layer in all loops, X = Σ B' pairs of a loop of the pass and
@@ -19,7 +18,7 @@ from ..balance import Choices, RouterReport
 from ..config.model_config import DepthStep
 from ..layers import on_device
 from .depth import PassDepth, shares_making
-from .exits import mean_of_real, moved_and_size, share_moved
+from .exits import mean_of_real, state_change
 
 
 class LoopMeasures:
@@ -30,12 +29,12 @@ class LoopMeasures:
         self._batch_size, self._real_BS = len(x_BSD), real_BS
         self._shares = depth.shares or shares_making(depth.of_sequence or (depth.num_loops,))
         self._place_X = None if depth.of_sequence is None else _places(depth, x_BSD.device)
-        self._moves: list[tuple[Tensor, Tensor]] = []  # by loop of the pass, and sizes, (B', S)
+        self._changes: list[Tensor] = []  # by loop of the pass, (B', S)
         self._choices: dict[int, list[Choices]] = {}  # by layer, then by loop of the pass
 
     def see_state(self, before_BSD: Tensor, after_BSD: Tensor) -> None:
         """Measures how far the pass's next loop has moved the sequences that make it."""
-        self._moves.append(moved_and_size(before_BSD.detach(), after_BSD.detach()))
+        self._changes.append(state_change(before_BSD.detach(), after_BSD.detach()))
 
     def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
         """Keeps what the sequences that make the pass's next loop have chosen in a layer."""
@@ -63,8 +62,7 @@ class LoopMeasures:
 
     def _change(self) -> Tensor:
         """Returns how far each own loop of a sequence has moved it, (R, B, S); 0 if it makes none."""
-        moved_XS, size_XS = (torch.cat(each) for each in zip(*self._moves, strict=True))
-        change_XS, shape = share_moved(moved_XS, size_XS), (len(self._shares), self._batch_size)
+        change_XS, shape = torch.cat(self._changes), (len(self._shares), self._batch_size)
         if self._place_X is not None:
             none_XS = change_XS.new_zeros(shape[0] * shape[1], change_XS.shape[1])
             change_XS = none_XS.index_copy(0, self._place_X, change_XS)
@@ -99,8 +97,13 @@ class LoopMeasures:
         if all(each.row_N is None for each in choices):
             num_routes = sum(len(each.expert_N) for each in choices)
             return row_T.repeat_interleave(num_routes // len(row_T)), num_positions
-        parts = zip(row_T.split(sizes), choices, strict=True)
-        return torch.cat([each.of_rows(part_T) for part_T, each in parts]), num_positions
+        rows = [
+            part_T.repeat_interleave(len(each.expert_N) // max(each.num_rows, 1))
+            if each.row_N is None
+            else part_T[each.row_N]
+            for part_T, each in zip(row_T.split(sizes), choices, strict=True)
+        ]
+        return torch.cat(rows), num_positions
 
     def _by_loop(self, name: str, value_RB: Tensor, num_layers: int = 1) -> dict[str, Tensor]:
         """Returns a measure's means by loop; of fewer loops than R it gets those of the last ones."""
@@ -118,13 +121,9 @@ class LoopMeasures:
 def _places(depth: PassDepth, device: torch.device) -> Tensor:
     """Returns the place of each pair among R·B: of the sequence's own loop there."""
     batch_size = len(depth.of_sequence or ())
-    found = [
-        depth.place(loop, sequence) * batch_size + sequence
-        for loop in range(depth.num_loops)
-        for sequence in range(batch_size)
-        if depth.place(loop, sequence) >= 0
-    ]
-    return on_device(torch.tensor(found, dtype=torch.int64), device)
+    pairs = [(loop, sequence) for loop in range(depth.num_loops) for sequence in range(batch_size)]
+    found = [depth.place(*pair) * batch_size + pair[1] for pair in pairs if depth.place(*pair) >= 0]
+    return on_device(torch.tensor(found), device)
 
 
 def jensen_shannon(first_BE: Tensor, second_BE: Tensor) -> Tensor:

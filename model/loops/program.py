@@ -121,9 +121,10 @@ class Condition(nn.Module):
         pairs = zip(loops, num_loops, strict=True)
         times = tuple(time for loop, total in pairs for time in (loop / total, 1 / total))
         if len(loops) == 1:
-            times_B2 = literal(times, wide, s_BSD.device).view(-1, 2)
+            times_X = literal(times, wide, s_BSD.device)
         else:
-            times_B2 = on_device(torch.tensor(times, dtype=wide), s_BSD.device).view(-1, 2)
+            times_X = on_device(torch.tensor(times, dtype=wide), s_BSD.device)
+        times_B2 = times_X.view(-1, 2)
         frequencies = math.pi * 2.0 ** torch.arange(_FREQUENCIES, dtype=wide, device=s_BSD.device)
         angles_B2F = times_B2[..., None] * frequencies
         features_B1F = torch.cat((angles_B2F.sin(), angles_B2F.cos()), -1).flatten(1)[:, None]
