@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from fake_cuda.test_step import config_of, pytestmark, trace_steps
-from fake_cuda.traced_step import Watch, batch_of, pretended_gpu, pretended_world, watched
+from fake_cuda.traced_step import Watch, _batch, pretended_gpu, pretended_world, watched
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -160,7 +160,7 @@ def trace(config: Config) -> Recorder:
         run, recorder = assemble(config, Path(folder), process), Recorder()
         with watched(watch=recorder), recorded(run, recorder):
             for step in range(3):
-                loop.step(run, batch_of(config, 1), 1e-4)
+                loop.step(run, _batch(config, 1), 1e-4)
                 if step == 0:
                     recorder.passes.clear()
                     recorder.refused.clear()

@@ -365,7 +365,7 @@ def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         run = assemble(config, Path(folder), process)
-        batch = batch_of(config, num_ranks)
+        batch = _batch(config, num_ranks)
         parts = 2 if needs_nodes(config.mesh.dispatcher) else num_ranks
         with watched(parts) as first:
             step(run, batch, 1e-4)
@@ -375,7 +375,7 @@ def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
         return {"step": second, "evaluation": _trace_evaluation(run, parts)}
 
 
-def batch_of(config: Config, num_ranks: int) -> Batch:
+def _batch(config: Config, num_ranks: int) -> Batch:
     micro = config.train.micro_batch
     shape = (config.train.global_batch // num_ranks // micro, micro, config.data.seq_len + 1)
     return Batch(np.ones(shape, dtype=np.int64), 0, 0, equal_shapes=True)
