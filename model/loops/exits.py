@@ -199,8 +199,8 @@ class Exits:
 def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
     """Returns each sequence's mean over the positions that are marked as real, (B,); None: all."""
     if real_BS is None:
-        return value_BS.mean(1)
-    return value_BS.where(real_BS, 0).sum(1) / real_BS.sum(1).clamp_min(1)
+        return value_BS.mean(-1)
+    return value_BS.where(real_BS, 0).sum(-1) / real_BS.sum(-1).clamp_min(1)
 
 
 def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
