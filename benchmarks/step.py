@@ -3,6 +3,8 @@
     python -m benchmarks.step                    (44M, sequences of 256, batches of 8, on CPU)
     python -m benchmarks.step --device cuda      (44M and 244M, sequences of 1,024)
     python -m benchmarks.step --threads 2 --precision bfloat16 --pairs 2 --no-compile
+    python -m benchmarks.step --device cuda --sizes 244m --no-compile --pairs 8 --limit 300 \
+        --beside without_norm without_rotary without_router   (what each fused kernel gains)
 
 The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, with new random tokens
 in every step. Each side first tries its options: every backend of its experts; float32 products
@@ -12,6 +14,11 @@ pairs, with its quartiles. Every number of threads and precision has its own pro
 step's need on top of weights and moments: activations, gradients, workspaces. What does not fit
 into the time is skipped and reported. An option that fails is reported with its reason; one that
 takes the process with it (an illegal access of a GPU's kernel) is left out of a second process.
+
+Models named by --beside take turns with the two, as the fastest way of theirs: the dense model with
+its columns rounded up to a width that a GPU multiplies fast ("dense_aligned", by default on a GPU),
+and MoEUT with PyTorch operations instead of one of Triton's fused kernels. A kernel that gains less
+than 3 % of a step is not worth its lines. Whether passes were captured as CUDA graphs is recorded.
 
 Writes results/step_cpu.json (or step_gpu.json) as figures come. Takes about 10 minutes on 2 cores.
 """
@@ -25,19 +32,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.attempt import UNFINISHED, is_broken, reason_of, require_gpu
-from benchmarks.kernels.layers import Mode, exact_mode, onednn_error
+from benchmarks.kernels.layers import Mode, exact_mode, onednn_error, whole_rows
 from benchmarks.memory import peak_bytes
 from benchmarks.report import RESULTS, ROOT, save, write_json
 from moebius.data_pipeline.read.loader import Batch
@@ -50,6 +58,14 @@ from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble
 
 SIDES = ("moeut", "dense")
+ALIGNED = "dense_aligned"
+# Who asks whether a fused kernel supports its rows; "no" makes it take PyTorch operations.
+FUSED = {
+    "without_norm": "moebius.model.block.runs_fused",
+    "without_rotary": "moebius.model.layers.runs_fused",
+    "without_router": "moebius.model.routers.router.can_route",
+}
+BESIDE = (ALIGNED, *FUSED)
 RATE = 1e-4
 POLL_S = 0.5  # how often a case's figures are copied into the results
 
@@ -68,6 +84,7 @@ class Case:
     pairs: int  # of steps in turns
     compiles: bool
     seconds: float  # for all of it: ways and pairs that come too late are left out
+    beside: Sequence[str] = ()  # of `BESIDE`
 
     @property
     def tokens(self) -> int:
@@ -83,6 +100,10 @@ class Way:
     products: Mode = (
         "default"  # of float32 on a CPU: torch's default library, or oneDNN where that is exact
     )
+
+
+Best = tuple[Run, Way]  # ready to continue
+NextWay = Callable[[Way], Way]  # from the best so far
 
 
 def main() -> None:
@@ -124,6 +145,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, help="default: 5; on a GPU 20")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(
+        "--beside", nargs="*", choices=BESIDE, help=f"default: none; on a GPU {ALIGNED}"
+    )
+    parser.add_argument(
         "--limit", type=float, default=660.0, help="seconds for all cases, shared evenly"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -147,6 +171,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
             pairs=options.pairs or (20 if gpu else 5),
             compiles=not options.no_compile,
             seconds=options.limit,
+            beside=options.beside if options.beside is not None else [ALIGNED] * gpu,
         )
         for size in options.sizes or (["244m", "44m"] if gpu else ["44m"])
         for precision in options.precision or (["bfloat16"] if gpu else ["float32", "bfloat16"])
@@ -223,17 +248,18 @@ def compare(case: Case, out: Path) -> None:
     torch.set_num_threads(case.threads)
     fatal, clock = fatal_in(out), Clock(case.seconds)
     found: dict[str, Any] = {"sides": {}}
-    for side in SIDES:
+    for side in (*SIDES, *case.beside):
         found["sides"][side] = {"tried": [entry for entry in fatal if entry["side"] == side]}
     keep = partial(write_json, out, found)
     with (
         start_process(case.device, timeout_s=600) as process,
         tempfile.TemporaryDirectory() as folder,
     ):
-        runs: dict[str, tuple[Run, Way]] = {}
-        for side, until in zip(SIDES, (0.45, 0.65), strict=True):
+        runs: dict[str, Best] = {}
+        for side in found["sides"]:
+            until = {"moeut": 0.45}.get(side, 0.65)
             bench = Bench(case, side, process, Path(folder), found["sides"][side]["tried"], keep)
-            best = bench.best_run(clock, until)
+            best = bench.best_run(clock, until, ways_of(case, side, runs))
             if best is not None:
                 runs[side], found["sides"][side]["best"] = best, asdict(best[1])
         for figures in by_turns(case, runs, clock):
@@ -242,11 +268,13 @@ def compare(case: Case, out: Path) -> None:
         if "ratio" in found:
             low, high = found["quartiles"]
             print(f"  MoEUT ÷ dense: {found['ratio']:.2f} ({low:.2f}, {high:.2f})", flush=True)
+            print(*(f"  {name}: {found['ratios'][name]:.3f}" for name in found["ratios"]), sep="\n")
         for side, (run, way) in runs.items():
             run.optimizer.zero_grad()
             one = found["sides"][side]
             one["state_bytes"] = state_bytes(run)
-            with exact_mode(way.products):
+            one["is_captured"] = getattr(run, "graph", None) is not None
+            with exact_mode(way.products), without(side):
                 one["step_peak_bytes"] = peak_bytes(
                     lambda run=run: step(run, new_batch(case, run), RATE), process.device
                 )
@@ -275,13 +303,13 @@ class Bench:
     tried: list[dict[str, Any]]
     keep: Callable[[], Any]  # writes `tried` down
 
-    def best_run(self, clock: Clock, until: float) -> tuple[Run, Way] | None:
+    def best_run(self, clock: Clock, until: float, ways: Iterable[NextWay]) -> Best | None:
         """Returns the fastest option, ready to continue; None if none runs.
 
         After that share of the time no further one is tried.
         """
         best: tuple[float, Run, Way] | None = None
-        for next_way in ways_of(self.case, self.side):
+        for next_way in ways:
             way = next_way(Way() if best is None else best[2])
             entry: dict[str, Any] = asdict(way)
             if any(entry.items() <= known.items() for known in self.tried):
@@ -306,8 +334,10 @@ class Bench:
         run_dir = self.folder / f"{self.side}_{len(self.tried)}"
         try:
             run = build(self.case, self.side, way, self.process, run_dir)
-            entry["first_s"] = timed_step(self.case, run, way)
-            entry["seconds"] = [timed_step(self.case, run, way) for _ in range(self.case.trials)]
+            with without(self.side):
+                entry["first_s"] = timed_step(self.case, run, way)
+                steps = range(self.case.trials)
+                entry["seconds"] = [timed_step(self.case, run, way) for _ in steps]
             del entry["why_not"]
         except Exception as error:
             entry["why_not"], run = reason_of(error), None
@@ -327,8 +357,11 @@ def outcome(entry: dict[str, Any]) -> str:
 GPU_ORDER = ("triton", "grouped_mm", "megablocks", "segments")
 
 
-def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
-    """Yields what to try next, given the best so far."""
+def ways_of(case: Case, side: str, runs: Mapping[str, Best]) -> Iterator[NextWay]:
+    """Yields what to try next, given the best so far; a model beside takes the way of its side."""
+    if side not in SIDES:
+        yield from (lambda _: runs[base_of(side)][1] for _ in {base_of(side)} & {*runs})
+        return
     names = BACKENDS if case.device == "cpu" else GPU_ORDER
     backends = [name for name in names if name != "reference"] if side == "moeut" else ["auto"]
     for name in backends:
@@ -339,10 +372,26 @@ def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
         yield lambda best: replace(best, compiled=True)
 
 
+def base_of(side: str) -> str:
+    """Returns the side whose model and way another one has."""
+    return "dense" if side in ("dense", ALIGNED) else "moeut"
+
+
+@contextmanager
+def without(side: str) -> Iterator[None]:
+    """Makes a side that goes without a fused kernel take PyTorch operations instead."""
+    with patch(FUSED[side], lambda *_, **__: False) if side in FUSED else nullcontext():
+        yield
+
+
 def build(case: Case, side: str, way: Way, process: Process, run_dir: Path) -> Run:
     run_dir.mkdir()
+    name, changed = f"{base_of(side)}_{case.size}", list[str]()
+    if side == ALIGNED:
+        width = RECIPES[name]().model.feed_forward.d_feed_forward
+        changed = [f"model.feed_forward.d_feed_forward={whole_rows(width)}"]
     config = resolve(
-        f"{side}_{case.size}",
+        name,
         [
             f"data.seq_len={case.seq_len}",
             f"train.global_batch={case.batch}",
@@ -351,6 +400,7 @@ def build(case: Case, side: str, way: Way, process: Process, run_dir: Path) -> R
             f"train.compile={str(way.compiled).lower()}",
             f"train.threads={case.threads}",
             f"kernels.backend={way.backend}",
+            *changed,
         ],
         RECIPES,
     )
@@ -384,21 +434,20 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def by_turns(
-    case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock
-) -> Iterator[dict[str, Any]]:
+def by_turns(case: Case, runs: dict[str, Best], clock: Clock) -> Iterator[dict[str, Any]]:
     """Alternates steps of both sides, at least two of each; yields the figures after every pair."""
     times: dict[str, list[float]] = {side: [] for side in runs}
     for number in range(case.pairs):
         if number >= 2 and not clock.is_before(0.85):
             break
         for side, (run, way) in runs.items():
-            times[side].append(timed_step(case, run, way))
+            with without(side):
+                times[side].append(timed_step(case, run, way))
         yield summary(case, times)
 
 
 def summary(case: Case, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Returns the figures of these steps, and of both sides their ratio."""
+    """Returns the figures of these steps, of both sides their ratio, and those of models beside."""
     medians = {side: statistics.median(own) for side, own in times.items()}
     found = {
         "seconds": medians,
@@ -406,15 +455,26 @@ def summary(case: Case, times: dict[str, list[float]]) -> dict[str, Any]:
         "tokens_per_s": {side: case.tokens / median for side, median in medians.items()},
         "all_s": times,
     }
-    if set(times) != set(SIDES):
+    if not set(SIDES) <= set(times):
         return found
-    ratios = [ours / theirs for ours, theirs in zip(*times.values(), strict=True)]
+    ratios = ratios_of(times["moeut"], times["dense"])
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    beside = {f"{side} ÷ moeut": (side, "moeut") for side in times if side in FUSED}
+    if ALIGNED in times:
+        beside[f"moeut ÷ {ALIGNED}"] = ("moeut", ALIGNED)
     return found | {
         "ratio": statistics.median(ratios),
         "quartiles": [quartiles[0], quartiles[2]],
         "ratio_of_fastest": min(times["moeut"]) / min(times["dense"]),
+        "ratios": {
+            name: statistics.median(ratios_of(times[ours], times[theirs]))
+            for name, (ours, theirs) in beside.items()
+        },
     }
+
+
+def ratios_of(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(ours, theirs, strict=True)]
 
 
 def state_bytes(run: Run) -> int:

@@ -1,13 +1,13 @@
 """Predicts the cost of a step on a layout: memory of a rank, bytes of collectives, seconds by part.
 
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer,
-           at least the host's time to launch the operations one by one,
+           at least the host's time to launch the operations one by one (unless captured),
            plus σ·√(2 ln n) of it for the slowest of n ranks
     core = computation + exchanges of rows, which nothing hides
 
 Computation is a roofline per group of operations: routed experts by FLOPs or bytes moved, dense
-products by a share of the peak, the rest by passes over memory. For compiled or captured graphs,
-lower the hardware's `launch_s`.
+products by a share of the peak, the rest by passes over memory. Layouts that exchange nothing within
+a pass may be captured as CUDA graphs; the few launches outside of these are not counted.
 
 Every micro-batch computes, exchanges rows in every depth step, gathers weights and scatters
 gradients. A layer of the group is gathered once for the forward and backward pass together, however
@@ -57,6 +57,7 @@ def predict(scenario: Scenario, candidate: LayoutCandidate) -> Prediction:
         fits=memory.total <= hardware.usable_memory * hardware.memory_bytes,
         tokens_per_s=rate * candidate.world_size,
         mfu=3 * work.forward_flops * rate / hardware.peak(work.precision),
+        eager_host_s=host_s(scenario, candidate),
     )
 
 
@@ -78,7 +79,8 @@ def _step_time(
     gather = max(core, overlapped) + (gathered - overlapped) - core
     optimizer = optimizer_s(scenario, candidate, updates)
     device = core + gather + sums + optimizer
-    waiting = max(0.0, host_s(scenario, candidate) - device)
+    captured = scenario.captures and candidate.ep == 1 and candidate.sharding == "none"
+    waiting = 0.0 if captured else max(0.0, host_s(scenario, candidate) - device)
     straggler = hardware.straggler * sqrt(2 * log(candidate.world_size)) * (device + waiting)
     return StepTime(compute, exchange, gather, sums, optimizer, waiting, straggler)
 
@@ -118,8 +120,10 @@ def _passes(recompute: str) -> int:
 
 
 def dense_s(scenario: Scenario) -> float:
-    """Returns the seconds of a forward pass without the routed experts."""
-    flops = scenario.tokens * scenario.workload.dense_flops
+    """Returns the seconds of a forward pass without the routed experts; odd widths take longer."""
+    work, share = scenario.workload, scenario.hardware.odd_width_efficiency
+    more = sum(flops * (share**-odd - 1) for odd, flops in enumerate(work.odd_flops, 1))
+    flops = scenario.tokens * (work.dense_flops + more)
     return flops / _flops_per_s(scenario, scenario.tokens)
 
 
@@ -144,7 +148,8 @@ def expert_s(scenario: Scenario, bank: Bank, ep: int) -> float:
     products = 2 * routes * bank.weights_per_expert / _flops_per_s(scenario, rows_per_expert)
     weights = bank.fullest(ep) * bank.weights_per_expert
     touched = routes * (bank.d_in + 2 * bank.kept_columns + bank.d_out) + weights
-    return max(products, touched * work.bytes_per_element / hardware.memory_bandwidth)
+    touched *= hardware.expert_passes * work.bytes_per_element
+    return max(products, touched / hardware.memory_bandwidth)
 
 
 def _flops_per_s(scenario: Scenario, rows: float) -> float:

@@ -1,4 +1,5 @@
-"""Describes machines as data. Every figure names its source; moebius measured none of them.
+"""Describes machines as data. Every figure names its source, and those that benchmarks/results
+contradict by more than 30 % fail a test.
 
 A node is the set of ranks joined by fast links: 8 GPUs of a server, or 72 of an NVL72 rack.
 Bandwidths are per GPU and direction; a transfer reaches the given efficiency. A TOML file changes
@@ -35,10 +36,12 @@ class Hardware:
     exchange_start_s: float  # of an all-to-all: launch and rendezvous
     fast_post_s: float  # of an all-to-all's message to one peer
     slow_post_s: float
-    launch_s: float  # of one operation by the host
+    launch_s: float  # of one operation by the host: Python, autograd and the launch
     host_sync_s: float  # reading the counts of an exchange on the host
     matmul_efficiency: float  # of the peak, of a large product
+    odd_width_efficiency: float  # of that, for each width whose rows are no multiple of 16 bytes
     matmul_half_rows: float  # rows per expert at which a grouped product reaches half of that
+    expert_passes: float  # times a routed layer's rows and weights cross the memory bus, per pass
     memory_passes: float  # times a kept activation crosses the memory bus, forward and backward
     gather_overlap: float  # share of FSDP's traffic that can hide behind computation
     straggler: float  # standard deviation of a rank's step time, as a share of it
@@ -72,6 +75,8 @@ _NCCL = (
     "newer ones differ by tens of per cent"
 )
 _OURS = "moebius' assumption, not measured"
+_H200 = "one H200 beside an Intel Xeon, benchmarks/results/step_gpu.json"
+_LAYERS = "one H200, benchmarks/results/expert_layer_gpu.json"
 
 _GPU: Figures = {
     "ranks_per_node": (8, "HGX boards join 8 GPUs by NVLink"),
@@ -94,16 +99,20 @@ _GPU: Figures = {
     "fast_post_s": (0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
     "slow_post_s": (1.0e-6, f"posting one RDMA write: {_OURS}"),
     "launch_s": (
-        7.6e-6,
-        "per operation of a forward pass, three times per step: 35 ms for a step of MoEUT-244M, "
-        "whose fused kernels make 2,035 launches of 17 µs; eager PyTorch takes 5–8 µs, CUDA graphs "
-        f"and torch.compile less: {_OURS}",
+        29e-6,
+        f"an eager step of dense-44M, 88 ms for three times 1,001 operations: {_H200}",
     ),
     "host_sync_s": (25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
     "matmul_efficiency": (
         0.75,
         f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}",
     ),
+    "odd_width_efficiency": (
+        0.35,
+        "dense MLPs of 4,110 and 2,053 columns beside 2,048, and of width 412 beside 1,024: "
+        f"{_LAYERS}",
+    ),
+    "expert_passes": (2.9, f"2.6 for both layers of MoEUT-244M, 4.0 for MoEUT-44M's: {_LAYERS}"),
     "matmul_half_rows": (
         128,
         "one tile of a grouped product; a loop over experts, as in the `segments` kernels, is "

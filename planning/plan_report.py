@@ -13,11 +13,13 @@ from .prediction import Prediction, Scenario
 from .routing_skew import FULL
 
 _WORDS = ("shard", "dispatcher", "recompute")
+_PLAIN = ("fits", "tokens_per_s", "mfu", "eager_host_s")
 _LEGEND = (
     "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense ones whole",
     "GB: on the fullest rank; c+x+w %: share of the step for computation, row exchanges, and weights",
     "MFU in %, without recomputation",
-    "all figures are predictions; --json lists their sources",
+    "all figures are predictions, of a host like the one measured beside an H200; no captured step "
+    "has been measured; --json lists the sources",
 )
 
 
@@ -63,11 +65,9 @@ def _plain_plan(plan: Prediction) -> dict[str, Any]:
     return {
         **asdict(plan.candidate),
         "world_size": plan.candidate.world_size,
-        "fits": plan.fits,
+        **{key: getattr(plan, key) for key in _PLAIN},
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**asdict(plan.time), "total": plan.time.total},
-        "tokens_per_s": plan.tokens_per_s,
-        "mfu": plan.mfu,
         "collectives": [
             {**asdict(call), "bytes_per_step": call.num_bytes, "seconds_per_step": call.seconds}
             for call in plan.collectives
@@ -96,7 +96,7 @@ def render_plans(report: dict[str, Any], *, top: int) -> Group:
         *(Text(_keys(*row)) for row in shown),
         Text(""),
         *map(Text, (*_skew(report), *_muon(report))),
-        *(Text(line, style="yellow") for line in _warnings(report)),
+        *(Text(line, style="yellow") for line in (*_impossible(report), _binds(report))),
         Text(""),
         *(Text(line, style="dim") for line in notes),
     )
@@ -170,11 +170,21 @@ def _muon(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _warnings(report: dict[str, Any]) -> Iterator[str]:
+def _impossible(report: dict[str, Any]) -> Iterator[str]:
     for count, why in report["impossible"].items():
         yield f"{count} {'node' if count == '1' else 'nodes'}: {why}"
-    if waiting := report["plans"][-1]["layouts"][0]["seconds"]["host"]:
-        yield (
-            f"host-bound: launching a step's operations takes {1e3 * waiting:.1f} ms more than the "
-            "device needs; compile the model, or give each rank more tokens"
+
+
+def _binds(report: dict[str, Any]) -> str:
+    """Returns whether the host or the GPU binds the best layout of the largest size."""
+    best = report["plans"][-1]["layouts"][0]
+    time, host_s = best["seconds"], best["eager_host_s"]
+    host = f"launching a step's operations takes {1e3 * host_s:.0f} ms"
+    if time["host"]:
+        gpu = 1e3 * (time["total"] - time["host"] - time["straggler"])
+        return (
+            f"bound by the host: {host}, the GPU's work {gpu:.0f} ms; give each rank more tokens, or "
+            "let plain replicas be captured (train.cuda_graph)"
         )
+    captured = " if a run's start line says that its passes are captured" * (host_s > time["total"])
+    return f"bound by the GPU{captured}: {host} where they are not captured"

@@ -16,6 +16,7 @@ class Scenario:
     tokens: int  # per rank and micro-batch
     skew: RoutingSkew
     micro_batches: int = 1  # accumulated by a rank per step
+    captures: bool = False  # as CUDA graphs, where the layout admits it
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,4 @@ class Prediction:
     fits: bool
     tokens_per_s: float  # of the whole world
     mfu: float  # model FLOPs without recomputation, over the peak
+    eager_host_s: float  # of a step's launches one by one

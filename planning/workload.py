@@ -37,6 +37,10 @@ from ..model.transformer import Transformer
 ROUTE_BYTES = 16
 KEPT_PER_ROUTE = 36  # source, expert, target and order (int64) and the gate weight (float32)
 
+# What a bank's use costs the host, in other operations: from MoEUT's steps beside dense models' on
+# an H200 (benchmarks/results/step_gpu.json).
+ROUTED_LAUNCHES = 39
+
 _MIXING = (TokenMixingConfig, SlotMixingConfig, TransitionConfig)
 
 # What one sent row stands for: a token (or sub-token) with all its routes, one head, or one route.
@@ -123,6 +127,7 @@ class Workload:
     vocab_size: int
     precision: str  # of the products
     launches: float = 0.0  # operations that the host launches in a forward pass
+    odd_flops: tuple[float, ...] = ()  # of the dense ones, with one or two odd widths
     muon: Muon | None = None  # None: AdamW updates all weights
 
     @property
@@ -180,12 +185,14 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
     root = count_parameters(config, seq_len).total - sum(map(_numel, layers))
     plain = Workload(members, root, 0.0, 0.0, config.d_model, config.vocab_size, precision)
     kept = sum(uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses)
-    saved_bytes, launches = _count(model, config.group_sequences, seq_len, precision)
+    saved_bytes, seen = _count(model, config.group_sequences, seq_len, precision)
+    tokens = config.group_sequences * seq_len
     return replace(
         plain,
         dense_flops=forward_flops(config, seq_len).forward - plain.forward_flops,
         saved_bytes=saved_bytes - kept,
-        launches=launches,
+        launches=seen.count + ROUTED_LAUNCHES * sum(uses for _, uses in plain.uses),
+        odd_flops=tuple(flops / tokens for flops in seen.flops[1:]),
     )
 
 
@@ -231,7 +238,7 @@ def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
 
 def _count(
     model: Transformer, num_sequences: int, seq_len: int, precision: str
-) -> tuple[float, int]:
+) -> tuple[float, "_Launches"]:
     """Returns the bytes that autograd keeps per additional token, and the operations of a pass.
 
     The bytes are extrapolated from sequences once, twice and three times as long.
@@ -241,21 +248,27 @@ def _count(
         first = _saved(model, shape, precision)
     second, third = (_saved(model, (num_sequences, n * seq_len), precision) for n in (2, 3))
     quadratic = (third - 2 * second + first) / 2
-    return (second - first - 3 * quadratic) / seq_len / num_sequences, launches.count
+    return (second - first - 3 * quadratic) / seq_len / num_sequences, launches
 
 
 class _Launches(TorchDispatchMode):
-    """Counts launched operations; those that return a view of their input launch nothing."""
+    """Counts operations that launch (no views), and FLOPs by a product's widths that are odd: a
+    row of them is no multiple of 16 bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count, self.flops = 0, [0.0, 0.0, 0.0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns = func._schema.returns
         self.count += not any(
             entry.alias_info is not None and not entry.alias_info.is_write for entry in returns
         )
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            rows, (width, columns) = args[-2], args[-1].shape
+            odd = sum(size * rows.itemsize % 16 > 0 for size in (width, columns))
+            self.flops[odd] += 2.0 * rows.numel() * columns
         return func(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,9 @@ The ceiling is the fastest dense MLP D → K·F → D in full precision. "of cei
 ÷ the contender's fastest. Before timing, every contender's result and gradients are compared with
 the reference in float64; one that is wrong, or takes more than 10 seconds, is not timed. Saved bytes
 are those of all storages that autograd keeps, without weights, beside the minimum (x, hidden rows,
-gates, sorted order and its inverse). A contender stops after its --seconds of a cell.
+gates, sorted order and its inverse). A contender stops after its --seconds of a cell. "in a step" is
+timed as a step runs it: nine calls that share the bank, and the time is a ninth. Alone, the others'
+times include zeroed buffers and copies into the leaves' gradients, which a step does not make.
 
 On a GPU times are those between two events, and the device sleeps until the host has launched all of
 a pass. "late" counts passes in which it woke up too early, so that launches may be part of their
@@ -68,6 +70,7 @@ from benchmarks.kernels.layers import (
     meaning,
     onednn_error,
     result_of,
+    run_calls,
 )
 from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.report import RESULTS, save
@@ -81,7 +84,7 @@ PATIENCE_S = 10.0  # of a pass beyond which nobody is timed
 WRONG = "wrong"
 NOT_REACHED = "not reached (--limit)"
 CLOCK_HZ = 2e9  # of a GPU's multiprocessors, at most
-LONGEST_SLEEP_S = 0.02  # of a GPU that waits for the host
+LONGEST_SLEEP_S = 0.1  # of a GPU that waits for the host
 
 
 class Unfit(Exception):
@@ -97,6 +100,7 @@ class Entry:
     name: str
     role: str
     mode: str
+    calls: int = 1  # that share the bank in a timed pass; the cells' times are of one of them
     error: float | None = None  # largest relative norm against the reference; of experts
     saved_bytes: int | None = None
     saved_over_ideal: float | None = None  # relative difference
@@ -154,7 +158,8 @@ class Sheet:
 
     def entry_of(self, setting: Setting, dtype: torch.dtype, contender: Contender) -> Entry:
         """Returns a contender's entry: a new one, or that from before a restart."""
-        new = Entry(setting.name, name_of(dtype), contender.name, contender.role, contender.mode)
+        names = (setting.name, name_of(dtype), contender.name, contender.role, contender.mode)
+        new = Entry(*names, contender.calls)
         for entry in self.entries:
             if (entry.setting, entry.dtype, entry.label) == (new.setting, new.dtype, new.label):
                 return entry
@@ -401,18 +406,22 @@ class Running:
     launch_s: float = 0.0  # of the last pass
 
     def run_once(self, generator: torch.Generator) -> Timing:
-        """Times a forward and backward pass with new routing."""
-        choices = draw_choices(self.bank.setting, SKEW, generator)
+        """Times a forward and backward pass with new routing, or one of several in a step."""
+        calls, setting = self.contender.calls, self.bank.setting
+        every = [draw_choices(setting, SKEW, generator) for _ in range(calls)]
 
         def passes() -> None:
-            self.layer(self.bank.x_TD, choices).backward(self.bank.grad_TD)
+            if calls > 1:
+                run_calls(self.layer, self.bank, every)
+            else:
+                self.layer(self.bank.x_TD, every[0]).backward(self.bank.grad_TD)
 
         with exact_mode(self.contender.mode):
             gpu = self.bank.x_TD.is_cuda
             timing = timed_on_gpu(passes, self.launch_s) if gpu else timed(passes)
         clear((self.bank.x_TD, *self.layer.weights))  # room for contenders with other weights
         self.launch_s = timing.launch_s
-        return timing
+        return timing._replace(wall_s=timing.wall_s / calls, cpu_s=timing.cpu_s / calls)
 
     @property
     def spent_s(self) -> float:

@@ -12,10 +12,13 @@ gradients of two correct implementations differ by 5e-4.)
 Contenders:
 
     ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
-    dense     the same layer of the dense model of equal parameters, which a MoEUT layer should match
+    dense     the same layer of the dense model of equal parameters, which a MoEUT layer should match;
+              if its width is odd, also with the next one that a GPU multiplies fast
     peer      the same sum over experts, written with plain torch, and, for swiglu, transformers' own
               Qwen3 experts with its `grouped_mm` implementation and weights as it stores them
-    ours      the functions of moebius.kernels.functional, one contender per backend
+    ours      the functions of moebius.kernels.functional, one contender per backend; "in a step" is
+              a ninth of nine calls that share the bank, as in a pass of MoEUT-244M, whose weight
+              gradients are computed together
 
 On CPUs torch's float32 products, of all but ours, run in every mode that is exact on this machine:
 through MKL, and through oneDNN, which torch selects for "bf16" precision. On AMD CPUs oneDNN is
@@ -38,6 +41,7 @@ from torch import Tensor, nn
 
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.functional import routed_linear, routed_mlp
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.reference import activate, columns_of
 from moebius.model.routing import head_to_token_routes, token_routes, token_to_head_routes
 
@@ -200,24 +204,20 @@ def run_layer(
     *,
     activation: str,
     backend: str,
+    defer: bool = False,
 ) -> Tensor:
     """Runs the layer as the model does."""
+    how: dict[str, Any] = {"backend": backend, "defer": defer}
     first, last, num_experts = choices[0], choices[-1], w_up_EDW.shape[0]
     if len(choices) == 1:
         routes = token_routes(
             first.experts_THK[:, 0], first.gates_THK[:, 0], num_experts=num_experts
         )
-        return routed_mlp(
-            x_TD, w_up_EDW, w_down_EFD, routes, activation=activation, backend=backend
-        )
+        return routed_mlp(x_TD, w_up_EDW, w_down_EFD, routes, activation=activation, **how)
     to_heads = token_to_head_routes(first.experts_THK, first.gates_THK, num_experts=num_experts)
     to_tokens = head_to_token_routes(last.experts_THK, last.gates_THK, num_experts=num_experts)
-    return routed_linear(
-        routed_linear(x_TD, w_up_EDW, to_heads, backend=backend),
-        w_down_EFD,
-        to_tokens,
-        backend=backend,
-    )
+    values = routed_linear(x_TD, w_up_EDW, to_heads, **how)
+    return routed_linear(values, w_down_EFD, to_tokens, **how)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def meaning(bank: Bank, choices: Sequence[Choice], *, chunk: int = 4096) -> Resu
     for start in range(0, bank.setting.tokens, chunk):
         rows = slice(start, start + chunk)
         some = [Choice(c.experts_THK[rows], g[rows]) for c, g in zip(choices, gates, strict=True)]
-        given = {"activation": bank.setting.activation, "backend": "reference"}
+        given: dict[str, Any] = {"activation": bank.setting.activation, "backend": "reference"}
         y = run_layer(wide.x_TD[rows], *wide.weights, some, **given)
         y.backward(wide.grad_TD[rows])
         parts.append(y.detach())
@@ -282,10 +282,38 @@ class Contender:
     role: Role
     build: Callable[[Bank], Layer]
     mode: Mode = "default"
+    calls: int = 1  # that share the bank in a timed pass; times are of one of them
+
+
+def run_calls(
+    layer: Layer, bank: Bank, every: Sequence[Sequence[Choice]]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Runs calls that share a bank forward and then backward, as a training step does.
+
+    No gradient is copied into a leaf: in a step rows and the bank's low-precision copy are none.
+
+    Returns:
+        The first call's output, and the gradients of each call's rows and gates, then of the weights.
+    """
+    rows = [bank.x_TD.detach().requires_grad_() for _ in every]
+    gates = [choice.gates_THK for choices in every for choice in choices]
+    with accumulate_weight_gradients():
+        outputs = [layer(x_TD, choices) for x_TD, choices in zip(rows, every, strict=True)]
+    given = [bank.grad_TD] * len(outputs)
+    return outputs[0].detach(), torch.autograd.grad(outputs, [*rows, *gates, *layer.weights], given)
+
+
+def whole_rows(width: int) -> int:
+    """Returns the next width whose rows are a multiple of 16 bytes in bfloat16.
+
+    Other rows are not aligned, and a GPU's products take some 2.7 times as long.
+    """
+    return -(-width // 8) * 8
 
 
 # What a run that is cut short must have answered.
-_FIRST = ("dense, equal MACs", "dense baseline", "ours: triton")
+_FIRST = ("dense, equal MACs", "dense baseline", "ours: triton", "ours: triton, in a step")
+STEP_CALLS = 9
 _FIRST = (*_FIRST, "transformers: grouped_mm", "grouped_mm", "the loop")
 
 
@@ -300,6 +328,9 @@ def contenders(setting: Setting, modes: Sequence[Mode]) -> list[Contender]:
         found.append(Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode))
         if setting.d_dense is not None:
             found.append(Contender("dense baseline", "dense", dense(setting.d_dense), mode))
+            if (width := whole_rows(setting.d_dense)) != setting.d_dense:
+                name = f"dense baseline of {width} columns"
+                found.append(Contender(name, "dense", dense(width), mode))
         if setting.activation == "swiglu":
             found.append(Contender("transformers: grouped_mm", "peer", transformers_layer, mode))
         run = partial(grouped, activation=setting.activation)
@@ -311,6 +342,9 @@ def contenders(setting: Setting, modes: Sequence[Mode]) -> list[Contender]:
         run = partial(run_layer, activation=setting.activation, backend=name)
         build = partial(ExpertLayer, run=run)
         found.append(Contender(f"ours: {name}", "ours", build))
+    run = partial(run_layer, activation=setting.activation, backend="triton", defer=True)
+    build = partial(ExpertLayer, run=run)
+    found.append(Contender("ours: triton, in a step", "ours", build, calls=STEP_CALLS))
     return sorted(found, key=lambda each: (*_FIRST, each.name).index(each.name))
 
 

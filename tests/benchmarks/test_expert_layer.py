@@ -3,14 +3,18 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import step
 from benchmarks.kernels import expert_layer
 from benchmarks.kernels.layers import (
+    ExpertLayer,
+    Result,
     Setting,
     contenders,
     draw_bank,
@@ -18,6 +22,8 @@ from benchmarks.kernels.layers import (
     exact_mode,
     meaning,
     result_of,
+    run_calls,
+    run_layer,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +60,28 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
     assert ("transformers: grouped_mm" in ran) == (setting is GATED and has_transformers)
 
 
+@pytest.mark.parametrize("setting", [MLP, ATTENTION], ids=lambda setting: setting.name)
+def test_calls_in_a_step_share_the_bank(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the gradients of its own routing, and the weights' are the sum over all of them."""
+    generator = torch.Generator().manual_seed(0)
+    bank = draw_bank(setting, torch.float32, generator, exact=True)
+    every = [draw_choices(setting, 0.5, generator) for _ in range(3)]
+    run = partial(run_layer, activation="relu", backend="segments", defer=True)
+    y_TD, grads = run_calls(ExpertLayer(bank, run), bank, every)
+    alone = [meaning(bank, choices) for choices in every]
+    rows = [result.grads[0] for result in alone]
+    gates = [grad for result in alone for grad in result.grads[1:-2]]
+    weights = [torch.stack([result.grads[i] for result in alone]).sum(0) for i in (-2, -1)]
+    assert Result(y_TD, grads).error(Result(alone[0].y_TD, (*rows, *gates, *weights))) < 1e-5
+    assert bank.w_up_EDW.grad is bank.x_TD.grad is None
+    [one] = [each for each in contenders(setting, ("default",)) if each.calls > 1]
+    entry = expert_layer.Entry(setting.name, "float32", one.name, one.role, one.mode, one.calls)
+    running = expert_layer.Running(one, entry, ExpertLayer(bank, run), bank)
+    timing = expert_layer.Timing(0.9, 0.18)
+    monkeypatch.setattr(expert_layer, "timed", lambda work: (work(), timing)[1])
+    assert running.run_once(generator)[:2] == pytest.approx((0.1, 0.02))
+
+
 TINY_STEP = """
 import sys
 from pathlib import Path
@@ -61,11 +89,11 @@ from benchmarks import step
 from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 SMALL = ["mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1", "model.d_model=32"]
-DENSE = ["model.attention.kind=dense", "model.feed_forward.kind=dense", "model.feed_forward.d_feed_forward=64", "model.norm=pre"]
+DENSE = ["model.attention.kind=dense", "model.feed_forward.kind=dense", "model.feed_forward.d_feed_forward=62", "model.norm=pre"]
 step.RECIPES = {
     "moeut_tiny": lambda: resolve("smoke", SMALL, RECIPES), "dense_tiny": lambda: resolve("smoke", SMALL + DENSE, RECIPES),
 }
-step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2, False, 60.0), Path(sys.argv[1]))
+step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2, False, 60.0, step.BESIDE), Path(sys.argv[1]))
 """
 
 
@@ -75,4 +103,10 @@ def test_the_step_benchmark_compares_two_models(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "case.json").read_text())
-    assert len(found["all_s"]["moeut"]) == len(found["all_s"]["dense"]) == 2
+    assert {side: len(times) for side, times in found["all_s"].items()} == dict.fromkeys(
+        ("moeut", "dense", *step.BESIDE), 2
+    )
+    assert set(found["ratios"]) == {"moeut ÷ dense_aligned", *(f"{x} ÷ moeut" for x in step.FUSED)}
+    # two more columns in two matrices and a bias of two layers: weights and two moments
+    sizes = [found["sides"][side]["state_bytes"] for side in ("dense_aligned", "dense")]
+    assert sizes[0] - sizes[1] == 2 * (2 * 2 * 32 + 2) * 3 * 4

@@ -4,6 +4,7 @@ takes the whole process with it. Shown without a GPU.
 
 import ast
 import json
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -249,11 +250,21 @@ def test_a_side_runs_with_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tried: list[dict[str, Any]] = []
     case = replace(CASE, device="cuda")
     bench = step.Bench(case, "moeut", None, tmp_path, tried, lambda: None)  # pyright: ignore
-    best = bench.best_run(step.Clock(60), 1.0)
+    best = bench.best_run(step.Clock(60), 1.0, step.ways_of(case, "moeut", {}))
     assert best is not None
     assert best[1].backend == "grouped_mm"
     assert tried[0]["why_not"].startswith("OutOfResources")
     assert "is_fatal" not in tried[0]
+
+
+@pytest.mark.parametrize("side", step.FUSED)
+def test_a_side_goes_without_a_fused_kernel(side: str) -> None:
+    """In its own steps alone; the product's function must be where the benchmark replaces it."""
+    kept = pkgutil.resolve_name(step.FUSED[side])
+    with step.without(side):
+        assert pkgutil.resolve_name(step.FUSED[side])("triton") is False
+    with step.without("moeut"):
+        assert pkgutil.resolve_name(step.FUSED[side]) is kept
 
 
 DIES = """

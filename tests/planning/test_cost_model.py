@@ -1,7 +1,11 @@
-"""The cost of a step, against published runs, hand arithmetic, and monotonicity in the hardware."""
+"""The cost of a step, against the project's own measurements, published runs, hand arithmetic, and
+monotonicity in the hardware.
+"""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +18,10 @@ from trained import assembled
 from world import run_ranks
 
 from benchmarks.muon import bytes_sent
+from benchmarks.report import RESULTS
 from moebius.distributed.dispatch.table import LOCAL, by_collectives
 from moebius.model.moe import LocalDispatcher
-from moebius.planning.cost_model import host_s, predict
+from moebius.planning.cost_model import dense_s, elementwise_s, expert_s, host_s, predict
 from moebius.planning.hardware import HARDWARE, Hardware
 from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
@@ -33,6 +38,88 @@ BANK = Bank("feed_forward", "feed_forward", 8, 2, 16, 16, 500, 10, route_bytes=0
 @pytest.fixture(scope="module")
 def moeut() -> Workload:
     return describe(RECIPES["moeut_244m"]().model, seq_len=1024)
+
+
+# Files of benchmarks/results, all of one H200: a new measurement may turn these red -----------------
+
+WITHIN = 0.3
+ALONE = LayoutCandidate(1, 1, 1, "none", LOCAL)
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("size", ["244m", "44m"])
+@pytest.mark.parametrize("side", ["moeut", "dense"])
+def test_measured_steps(size: str, side: str) -> None:
+    """In time, and in whether the GPU or the host binds: these were eager."""
+    [case] = [case for case in results("step_gpu")["cases"] if case["size"] == size]
+    work = describe(RECIPES[f"{side}_{size}"]().model, seq_len=case["seq_len"])
+    scenario = Scenario(work, H200, case["batch"] * case["seq_len"], RoutingSkew())
+    eager, captured = (
+        predict(replace(scenario, captures=captures), ALONE).time for captures in (False, True)
+    )
+    assert eager.total == pytest.approx(case["seconds"][side], rel=WITHIN)
+    assert captured.total == pytest.approx(eager.device)
+    assert captured.total < eager.total
+
+
+LAYERS = ("244M", "44M", "244M attention")
+
+
+def measured_layer(name: str, contender: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a setting, and what was measured of a contender."""
+    found = results("expert_layer_gpu")
+    [setting] = [each for each in found["settings"] if each["name"] == name]
+    [entry] = [
+        each
+        for each in found["entries"]
+        if (each["setting"], each["dtype"], each["name"]) == (name, "bfloat16", contender)
+    ]
+    return setting, entry
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_measured_routed_layers(name: str) -> None:
+    setting, entry = measured_layer(name, "ours: triton")
+    width, hidden, heads = setting["d_model"], setting["d_expert"], setting["heads"]
+    bank = Bank("", "", setting["num_experts"] // heads, setting["top_k"], width, width, 0, hidden)
+    banks = [replace(bank, weights_per_expert=2 * width * hidden)]
+    if heads > 1:
+        bank = replace(bank, weights_per_expert=width * hidden, heads=heads)
+        banks = [replace(bank, d_out=hidden), replace(bank, d_in=hidden, kept_columns=0)]
+    work = replace(TINY, precision="bfloat16")
+    scenario = Scenario(work, H200, setting["tokens"], RoutingSkew())
+    planned = 3e3 * sum(expert_s(scenario, bank, 1) for bank in banks)
+    assert planned == pytest.approx(entry["cells"][0]["fastest_ms"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("contender", ["dense, equal MACs", "dense baseline"])
+def test_measured_dense_layers(name: str, contender: str) -> None:
+    """The baselines of 4,110 and 2,053 columns too, whose rows are no multiple of 16 bytes."""
+    setting, entry = measured_layer(name, contender)
+    width, tokens = setting["d_model"], setting["tokens"]
+    equal = setting["heads"] * setting["top_k"] * setting["d_expert"]
+    columns = setting["d_dense"] if contender == "dense baseline" else equal
+    kept = entry["saved_bytes"] / tokens
+    with torch.device("meta"), _Launches() as seen:
+        rows, up = (torch.empty(s, dtype=torch.bfloat16) for s in ((1, width), (width, columns)))
+        assert ((rows @ up) @ up.mT.contiguous()).shape == rows.shape
+    odd_flops = tuple(seen.flops[1:])
+    work = replace(TINY, dense_flops=sum(seen.flops), odd_flops=odd_flops, saved_bytes=kept)
+    scenario = Scenario(work, H200, tokens, RoutingSkew())
+    planned = 3e3 * (dense_s(scenario) + elementwise_s(scenario))
+    assert planned == pytest.approx(entry["cells"][0]["fastest_ms"], rel=WITHIN)
+
+
+def test_measured_ceilings() -> None:
+    found = results("gpu_ceilings")["ceilings"]
+    assert H200.memory_bandwidth == pytest.approx(1e12 * found["copy_tb_per_s"], rel=WITHIN)
+    reached = H200.matmul_efficiency * H200.peak_bf16
+    assert reached == pytest.approx(1e12 * found["product_tflop_per_s"], rel=WITHIN)
 
 
 # Published runs in bfloat16 with forced balance: the table of docs/cluster.md ---------------------
@@ -66,7 +153,7 @@ DEEPSEEK_V3_STAGE = published(
 )
 # Model, GPUs, tokens per rank, layout with recomputation, tokens/s per GPU: measured and planned.
 PUBLISHED = [
-    (QWEN3_30B, H100, 16_384, (1, 8, 8, "fsdp", "dedup", "full"), 12_040, 14_355),
+    (QWEN3_30B, H100, 16_384, (1, 8, 8, "fsdp", "dedup", "full"), 12_040, 14_198),
     (DEEPSEEK_V3_STAGE, H100, 4096, (1, 64, 64, "fsdp", "hierarchical", "selective"), 1002, 1002),
     (DEEPSEEK_V3_STAGE, H100, 4096, (1, 64, 64, "fsdp", "dedup", "selective"), 1002, 924),
     (QWEN3_30B, B200, 16_384, (1, 8, 8, "fsdp", "dedup", "selective"), 14_796, 14_976),
@@ -199,7 +286,7 @@ def test_a_step_takes_no_less_than_its_launches(moeut: Workload) -> None:
     """With few tokens the device waits for the host, which launches every operation of every pass,
     and in every sparse layer what its dispatcher launches.
     """
-    few, many = (Scenario(moeut, H200, tokens, RoutingSkew()) for tokens in (256, 65_536))
+    few, many = (Scenario(moeut, H200, tokens, RoutingSkew()) for tokens in (256, 2**20))
     uses = 3 * 18  # feed-forward, V and O of 18 depth steps
     for recompute, passes, exchanges in (("none", 3, 3), ("selective", 4, 3), ("full", 4, 4)):
         layout = LayoutCandidate(1, 8, 8, "fsdp", "dedup", recompute)

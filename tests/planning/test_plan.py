@@ -200,7 +200,9 @@ def test_json_says_what_the_table_says(plan: Any) -> None:
     ("words", "expected"),
     [
         ("moeut_244m", "feed_forward 1.00 / 1.00 (balanced)"),
-        ("smoke", "ms more than the device needs; compile the model"),
+        ("moeut_244m", "bound by the GPU if a run's start line says that its passes are captured"),
+        ("smoke --sharding fsdp", "bound by the host: launching a step's operations takes"),
+        ("smoke train.compile=true", "bound by the host: launching a step's operations takes"),
         ("moeut_244m optim.kind=muon", "Muon: one moment for 226M weights; their updates take"),
         (
             "smoke --ep 16 --nodes 1 2",
