@@ -1,5 +1,6 @@
 """Small parts: norms, matrices, the dense feed-forward, rotary positions."""
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -168,14 +169,26 @@ def rotary_of(
 ) -> RotaryTable | None:
     """Returns the table of the new positions, once for all depth steps; None: attention has its own.
 
-    Without positions they follow `past` others in every row.
+    Without positions they follow `past` others in every row. A pass with gradients keeps that table
+    for all later ones: neither fake tensors nor a generation's growing past enter the process's cache.
     """
     if config.kind == "momha":
         return None
+    dtype, width = wide_dtype(x_BSD), config.rotary_channels
+    if past == 0 and positions_BS is None and type(x_BSD) is Tensor and torch.is_grad_enabled():
+        return _kept_table(x_BSD.shape[1], x_BSD.device, dtype, width, config.rotary)
     positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
     if positions_BS is not None:
         positions = positions_BS[:, None]
-    return rotary_table(positions.to(wide_dtype(x_BSD)), config.rotary_channels, config.rotary)
+    return rotary_table(positions.to(dtype), width, config.rotary)
+
+
+@cache
+def _kept_table(
+    length: int, device: torch.device, dtype: torch.dtype, width: int, rotary: RotaryConfig
+) -> RotaryTable:
+    """Makes a table once per process; it is never freed, as a captured graph may read it."""
+    return rotary_table(torch.arange(length, device=device).to(dtype), width, rotary)
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
