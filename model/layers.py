@@ -120,6 +120,15 @@ class Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
 
+def is_untouched(matrix: nn.Module) -> bool:
+    """Returns whether calling it is x Wᵀ and nothing else: no bias, subclass or hook."""
+    hooks = (
+        *(matrix._forward_hooks, matrix._forward_pre_hooks),
+        *(matrix._backward_hooks, matrix._backward_pre_hooks),
+    )
+    return type(matrix) is Linear and matrix.bias is None and not any(hooks)
+
+
 class DenseMLP(nn.Module):
     """Computes W_down a(W_up x + b) + b': a dense feed-forward, or a shared expert."""
 

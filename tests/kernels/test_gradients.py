@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
+from torch_modes import Operations
 
 from moebius.kernels.calls import (
     Deferred,
@@ -17,7 +18,7 @@ from moebius.kernels.calls import (
     RowGradients,
 )
 from moebius.kernels.functional import routed_linear, routed_mlp
-from moebius.kernels.gradients import GradientSum, accumulate_weight_gradients
+from moebius.kernels.gradients import GradientSum, accumulate_weight_gradients, joined_product
 from moebius.kernels.segments import Segments
 
 REPEATS = 3
@@ -203,3 +204,28 @@ def test_calls_that_were_deferred_are_added_to_those_that_were_not() -> None:
     assert total is not None
     assert total.tolist() == [7, 9]
     assert sums.pop() == (None,)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_joined_matrices_are_multiplied_once_per_call_and_their_gradients_added_there(
+    frozen: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((4, 3, 6), (6, 6), (2, 6))
+    leaves = [torch.randn(size, generator=generator).double().requires_grad_() for size in sizes]
+    leaves[2].requires_grad_(not frozen)
+
+    def run(joins: bool) -> list[Tensor]:
+        x, first, second = leaves
+        for _ in range(REPEATS):
+            a, b = joined_product(x, first, second) if joins else (x @ first.T, x @ second.T)
+            x = x + a.tanh() * b.sum(-1, keepdim=True)
+        return list(torch.autograd.grad(x.square().sum(), leaves[: 3 - frozen]))
+
+    expected = run(False)
+    same(run(True), expected)  # outside of a pass
+    with Operations() as ran, accumulate_weight_gradients():
+        found = run(True)
+    same(found, expected)
+    if not frozen:
+        assert (ran.names["aten.cat.default"], ran.names["aten.addmm_.default"]) == (1 + REPEATS, 3)
