@@ -185,7 +185,8 @@ def rotary_of(
         return None
     dtype, width = wide_dtype(x_BSD), config.rotary_channels
     if past == 0 and positions_BS is None and type(x_BSD) is Tensor and torch.is_grad_enabled():
-        return _kept_table(x_BSD.shape[1], x_BSD.device, dtype, width, config.rotary)
+        rotary: Any = config.rotary  # frozen, so it has a hash
+        return _kept_table(x_BSD.shape[1], x_BSD.device, dtype, width, rotary)
     positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
     if positions_BS is not None:
         positions = positions_BS[:, None]

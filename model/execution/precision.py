@@ -96,7 +96,7 @@ class _Cast(torch.autograd.Function):
         ctx.dtypes = [weight.dtype for weight in weights]
         ctx.set_materialize_grads(False)
         copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-        torch._foreach_copy_(copies, list(weights))
+        torch._foreach_copy_(copies, list(weights))  # pyright: ignore[reportPrivateImportUsage]
         ctx.mark_non_differentiable(
             *(c for c, weight in zip(copies, weights, strict=True) if not weight.requires_grad)
         )
@@ -109,7 +109,8 @@ class _Cast(torch.autograd.Function):
         forms = zip(ctx.dtypes, grads, strict=True)
         cast = [None if g is None else torch.empty_like(g, dtype=dtype) for dtype, g in forms]
         if given:
-            torch._foreach_copy_([each for each in cast if each is not None], given)
+            found = [each for each in cast if each is not None]
+            torch._foreach_copy_(found, given)  # pyright: ignore[reportPrivateImportUsage]
         return None, *cast
 
 
