@@ -16,7 +16,9 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
 _MOST_CALLS = 16  # whose parts wait in memory
@@ -111,20 +113,22 @@ def accumulate_weight_gradients() -> Iterator[None]:
         _banks.reset(token)
 
 
-def shared_weights(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
+def shared_weights(*weights: Tensor, defer: bool, joins: bool = False) -> tuple[Sums, int]:
     """Returns the weights for a call to use, and the number of their gradient sum.
 
-    Outside `accumulate_weight_gradients` these are the given weights and 0.
+    Outside `accumulate_weight_gradients` these are the given weights and 0. With `joins` it is one
+    matrix of all their rows, made once per pass.
     """
     banks = None if torch.compiler.is_compiling() else _banks.get()
     if banks is None or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
-        return weights, 0
+        return (torch.cat(weights),) if joins else weights, 0
     key = tuple(map(id, weights))
     if key not in banks:
-        total = GradientSum(weights, defer=defer)
+        used = (torch.cat(weights),) if joins else weights
+        total = GradientSum(used, defer=defer)
         number = next(_number)
         _sums[number] = total
-        views: Any = _SharedWeights.apply(total, *weights)
+        views: Any = _SharedWeights.apply(total, *used)
         banks[key] = _SharedBank(weights, views, number)
     return banks[key].views, banks[key].number
 
@@ -169,6 +173,35 @@ class _SharedWeights(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         sums = ctx.total.pop()
         return None, *(_add(a, b) for a, b in zip(sums, grads, strict=True))
+
+
+def joined_product(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Returns x Wᵀ, (…, O) for each (O, I) weight, by one product with all their rows.
+
+    Their gradients are added in the product, without rounding each call's.
+    """
+    [joined_OI], number = shared_weights(*weights, defer=False, joins=True)
+    y: Any = _JoinedProduct.apply(x, joined_OI, number)
+    return y.split([len(w) for w in weights], -1)
+
+
+class _JoinedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.total = gradient_sum(number)
+        return F.linear(x, weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight_OI = ctx.saved_tensors
+        grad_OT, x_TI = grads[0].flatten(0, -2).T, x.flatten(0, -2)
+        d_x = grads[0] @ weight_OI if ctx.needs_input_grad[0] else None
+        if ctx.total is None:
+            return d_x, grad_OT @ x_TI if ctx.needs_input_grad[1] else None, None
+        ctx.total.buffers()[0].addmm_(grad_OT, x_TI)
+        return d_x, None, None
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

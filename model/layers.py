@@ -137,6 +137,15 @@ class Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
 
+def is_untouched(matrix: nn.Module) -> bool:
+    """Returns whether calling it is x Wᵀ and nothing else: no bias, subclass or hook."""
+    hooks = (
+        *(matrix._forward_hooks, matrix._forward_pre_hooks),
+        *(matrix._backward_hooks, matrix._backward_pre_hooks),
+    )
+    return type(matrix) is Linear and matrix.bias is None and not any(hooks)
+
+
 class DenseMLP(nn.Module):
     """Computes W_down a(W_up x + b) + b': a dense feed-forward, or a shared expert."""
 
@@ -187,14 +196,27 @@ def rotary_of(
 ) -> RotaryTable | None:
     """Returns the table of the new positions, once for all depth steps; None: attention has its own.
 
-    Without positions they follow `past` others in every row.
+    Without positions they follow `past` others in every row. A pass with gradients keeps that table
+    for all later ones: neither fake tensors nor a generation's growing past enter the process's cache.
     """
     if config.kind == "momha":
         return None
+    dtype, width = wide_dtype(x_BSD), config.rotary_channels
+    if past == 0 and positions_BS is None and type(x_BSD) is Tensor and torch.is_grad_enabled():
+        rotary: Any = config.rotary  # frozen, so it has a hash
+        return _kept_table(x_BSD.shape[1], x_BSD.device, dtype, width, rotary)
     positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
     if positions_BS is not None:
         positions = positions_BS[:, None]
-    return rotary_table(positions.to(wide_dtype(x_BSD)), config.rotary_channels, config.rotary)
+    return rotary_table(positions.to(dtype), width, config.rotary)
+
+
+@cache
+def _kept_table(
+    length: int, device: torch.device, dtype: torch.dtype, width: int, rotary: RotaryConfig
+) -> RotaryTable:
+    """Makes a table once per process; it is never freed, as a captured graph may read it."""
+    return rotary_table(torch.arange(length, device=device).to(dtype), width, rotary)
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:

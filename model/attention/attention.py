@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.backend import runs_triton
 from ...kernels.fused.router import Routed
+from ...kernels.gradients import joined_product
 from ..config.attention_config import (
     ATTENTION,
     DenseAttentionConfig,
@@ -24,7 +26,7 @@ from ..config.attention_config import (
 from ..config.model_config import ModelConfig
 from ..experts import ExpertLinears
 from ..initialise import Initializer, Initializers, parameter, zeros
-from ..layers import Linear, RMSNorm, neighbours_as_halves, rotate_scaled
+from ..layers import Linear, RMSNorm, is_untouched, neighbours_as_halves, rotate_scaled
 from ..moe import SparseLayer
 from ..routers.router import Router
 from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
@@ -57,6 +59,7 @@ class RotaryAttention(Attention):
         has_bias = own.bias != "none"
         self.query = Linear(config.d_model, widths[0], init=init, bias=has_bias)
         self.key = Linear(config.d_model, widths[1], init=init, bias=has_bias)
+        self.is_repeated = config.num_repeats > 1
         self.qk_norm, self.neighbours = shared.qk_norm, 0
         self.qk_bias = self.query_norm = self.key_norm = None
         if shared.qk_bias:
@@ -71,7 +74,10 @@ class RotaryAttention(Attention):
 
     def _queries_and_keys(self, n_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns queries (B, H, S, C) and keys (B, V, S, C) before they rotate."""
-        q_BSW, k_BSW = self.query(n_BSD), self.key(n_BSD)
+        if self._joins(n_BSD):
+            q_BSW, k_BSW = joined_product(n_BSD, self.query.weight, self.key.weight)
+        else:
+            q_BSW, k_BSW = self.query(n_BSD), self.key(n_BSD)
         if self.qk_norm == "all_heads":
             q_BSW, k_BSW = self._normed(q_BSW, k_BSW)
         q_BHSC, k_BVSC = self._heads(q_BSW), self._heads(k_BSW)
@@ -85,6 +91,18 @@ class RotaryAttention(Attention):
         if self.neighbours:
             q_BHSC, k_BVSC = (neighbours_as_halves(x, self.neighbours) for x in (q_BHSC, k_BVSC))
         return q_BHSC, k_BVSC
+
+    def _joins(self, n_BSD: Tensor) -> bool:
+        """Returns whether queries and keys are one product: in training, where a layer is shared and
+        Triton runs. Changed or watched matrices are called as they are.
+        """
+        return (
+            self.is_repeated
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and runs_triton(self.backend, n_BSD.device, n_BSD.dtype)
+            and all(is_untouched(matrix) for matrix in (self.query, self.key))
+        )
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.query_norm is not None

@@ -14,8 +14,12 @@ norms, the loss, gradients over ranks) and the loss itself stay float32: three d
 measure nothing.
 """
 
+from itertools import groupby
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
@@ -72,13 +76,42 @@ def forward_in(
 
 
 def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns differentiable copies in `dtype` of the weights of matrix products, by name."""
-    products = product_weights(model)
-    return {
-        name: parameter.to(dtype)
-        for name, parameter in model.named_parameters()
-        if name in products
-    }
+    """Returns differentiable copies in `dtype` of the weights of matrix products, by name.
+
+    A layer's are cast together, and so are their gradients, when the layer's last one is there.
+    """
+    products, found = product_weights(model), {}
+    chosen = [each for each in model.named_parameters() if each[0] in products]
+    for _, layer in groupby(chosen, key=lambda each: each[0].split(".")[:2]):
+        names, weights = zip(*layer, strict=True)
+        found |= zip(names, _Cast.apply(dtype, *weights), strict=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return found
+
+
+class _Cast(torch.autograd.Function):
+    """Casts several weights in one launch, and their gradients back in another."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)
+        copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        torch._foreach_copy_(copies, list(weights))  # pyright: ignore[reportPrivateImportUsage]
+        ctx.mark_non_differentiable(
+            *(c for c, weight in zip(copies, weights, strict=True) if not weight.requires_grad)
+        )
+        return tuple(copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        given = [grad for grad in grads if grad is not None]
+        forms = zip(ctx.dtypes, grads, strict=True)
+        cast = [None if g is None else torch.empty_like(g, dtype=dtype) for dtype, g in forms]
+        if given:
+            found = [each for each in cast if each is not None]
+            torch._foreach_copy_(found, given)  # pyright: ignore[reportPrivateImportUsage]
+        return None, *cast
 
 
 def product_weights(model: Transformer) -> set[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
+from torch_modes import Operations
 
 from moebius.kernels.calls import (
     Deferred,
@@ -20,6 +21,7 @@ from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import (
     GradientSum,
     accumulate_weight_gradients,
+    joined_product,
     once_per_pass,
 )
 from moebius.kernels.segments import Segments
@@ -237,3 +239,28 @@ def test_what_calls_derive_is_made_once_per_pass_and_never_stale() -> None:
         assert torch.equal(2 * other, 3 * first)
         made.append(first)
     assert [each[0].item() for each in made] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_joined_matrices_are_multiplied_once_per_call_and_their_gradients_added_there(
+    frozen: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((4, 3, 6), (6, 6), (2, 6))
+    leaves = [torch.randn(size, generator=generator).double().requires_grad_() for size in sizes]
+    leaves[2].requires_grad_(not frozen)
+
+    def run(joins: bool) -> list[Tensor]:
+        x, first, second = leaves
+        for _ in range(REPEATS):
+            a, b = joined_product(x, first, second) if joins else (x @ first.T, x @ second.T)
+            x = x + a.tanh() * b.sum(-1, keepdim=True)
+        return list(torch.autograd.grad(x.square().sum(), leaves[: 3 - frozen]))
+
+    expected = run(False)
+    same(run(True), expected)  # outside of a pass
+    with Operations() as ran, accumulate_weight_gradients():
+        found = run(True)
+    same(found, expected)
+    if not frozen:
+        assert (ran.names["aten.cat.default"], ran.names["aten.addmm_.default"]) == (1 + REPEATS, 3)

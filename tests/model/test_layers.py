@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from moebius.model.config.attention_config import RotaryConfig
 from moebius.model.config.model_config import ModelConfig
@@ -70,3 +71,24 @@ def test_only_the_table_waits_for_the_backward_pass() -> None:
 def test_without_rotated_channels_rows_pass() -> None:
     x = rows()
     assert rotate(x, table(width=0)) is x
+
+
+def test_a_pass_with_gradients_keeps_its_rotary_table() -> None:
+    attention = ModelConfig.from_dotted({"attention.d_head": 8}).attention
+    x = torch.zeros(1, 7, 128)
+    kept = rotary_of(attention, x, 0, None)
+    assert rotary_of(attention, x + 1, 0, None) is kept
+    others = [
+        rotary_of(attention, *given) for given in ((x[:, :3], 0, None), (x.double(), 0, None))
+    ]
+    others += [rotary_of(attention, x, 2, None), rotary_of(attention, x, 0, torch.arange(7)[None])]
+    with torch.inference_mode():
+        others.append(rotary_of(attention, x, 0, None))
+    with FakeTensorMode():
+        others.append(rotary_of(attention, torch.zeros(1, 7, 128), 0, None))
+    assert all(other is not kept for other in others)
+    with torch.inference_mode():
+        rotary_of(attention, x[:, :5], 0, None)
+    found = rotary_of(attention, x[:, :5], 0, None)
+    assert found is not None
+    assert not found[0].is_inference()

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch_modes import Operations
 
+from moebius.model.attention import attention
 from moebius.model.execution.compiled import compile_dense_parts
 from moebius.model.execution.precision import (
     Precision,
+    cast_weights,
     forward_in,
     products_dtype,
     store_in,
@@ -25,6 +27,11 @@ from moebius.model.execution.recompute import Recompute
 from moebius.model.transformer import Transformer
 
 TOKENS = some_tokens(8, 9, seed=1)
+
+
+def join_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes queries and keys of shared layers one product, as on a GPU."""
+    monkeypatch.setattr(attention, "runs_triton", lambda *given: True)
 
 
 def gradients(
@@ -56,6 +63,7 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_every_architecture_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gradients(name, "float32")
     stand_in(monkeypatch)
+    join_products(monkeypatch)
     assert off(gradients(name, "float32"), plain) < 1e-5
 
 
@@ -72,6 +80,7 @@ def test_low_precision_is_as_exact_as_by_plain_operations(
 ) -> None:
     exact, plain = gradients(name, "float32"), gradients(name, precision)
     stand_in(monkeypatch)
+    join_products(monkeypatch)
     fused = gradients(name, precision)
     assert off(fused, exact) < 1.05 * off(plain, exact) + 1e-4
     assert off(fused, plain) < 0.03
@@ -93,6 +102,7 @@ def test_recomputation_gives_equal_bits(
     name: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch)
+    join_products(monkeypatch)
     kept, made_again = (gradients(name, "bfloat16", mode) for mode in ("none", recompute))
     assert all(torch.equal(made_again[key], kept[key]) for key in kept)
 
@@ -146,3 +156,23 @@ def test_norms_and_casts_are_no_operations_of_their_own(
     assert plain[norm] == plain[backward] == 2
     assert fused["moebius.add_norm.default"] == fused["moebius.add_norm_backward.default"] == 2
     assert norm not in fused
+
+
+def test_weights_are_cast_by_layer_and_frozen_ones_stay_so() -> None:
+    model = make_uneven(tiny_model("moeut"))
+    frozen = "group.0.attention.query.weight"
+    model.get_parameter(frozen).requires_grad_(False)
+    with Operations() as ran:
+        copies = cast_weights(model, torch.bfloat16)
+        wanted = [copy for copy in copies.values() if copy.requires_grad]
+        torch.stack([copy.sum() for copy in wanted[1:]]).sum().backward()
+    assert not copies[frozen].requires_grad
+    parts = {tuple(name.split(".")[:2]) for name in copies}
+    assert ran.names["aten._foreach_copy_.default"] == 2 * len(parts)
+    given = dict(model.named_parameters())
+    for name, copy in copies.items():
+        assert torch.equal(copy, given[name].to(torch.bfloat16))
+        if copy.requires_grad and copy is not wanted[0]:
+            gradient = given[name].grad
+            assert gradient is not None
+            assert torch.equal(gradient, torch.ones_like(given[name]))
