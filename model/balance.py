@@ -435,16 +435,12 @@ def _wanted_routes(reports: Sequence[RouterReport], load_LN: Tensor) -> Tensor:
 
 def _loads(kinds: Sequence[Sequence[RouterReport]]) -> list[Tensor]:
     """Returns each kind's routes per depth step and expert, (L, N) int64."""
-    reports = [report for own in kinds for report in own]
-    starts = [report.starts_N1 for report in reports if report.starts_N1 is not None]
-    if len(starts) < len(reports):
+    starts = [[each.starts_N1 for each in own if each.starts_N1 is not None] for own in kinds]
+    if [*map(len, starts)] != [*map(len, kinds)]:
         return [torch.stack([_load(report) for report in own]) for own in kinds]
-    flat = torch.cat(starts).to(torch.int64)
-    sizes = [sum(len(report.starts_N1) for report in own) for own in kinds]
-    return [
-        part.view(len(own), -1).diff(dim=1)
-        for own, part in zip(kinds, flat.split(sizes), strict=True)
-    ]
+    flat = torch.cat([starts_N1 for own in starts for starts_N1 in own]).to(torch.int64)
+    parts = flat.split([sum(map(len, own)) for own in starts])
+    return [part.view(len(own), -1).diff(dim=1) for own, part in zip(kinds, parts, strict=True)]
 
 
 def _load(report: RouterReport) -> Tensor:

@@ -18,6 +18,8 @@ from .loops.exits import expected_loss, mean_of_real
 from .loops.steps import DepthSteps
 from .routers.router import ChoiceRouter, Loss, Router
 
+# Statistics of one router in every depth step that its losses are over.
+Repeats = list[dict[str, Tensor]]
 # Transformer.read_out: (rows, Targets, each token's share or None) to the summed loss, a scalar.
 ReadRows = Callable[..., Tensor]
 
@@ -75,10 +77,9 @@ class Losses:
         group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2), with γ and δ the
         coefficients `router.balance` and `attention.balance`, and ℓ the entropy losses.
         """
-        config, steps = self._config, self._steps
-        each = config.loops.balance == "each"
+        steps, each = self._steps, self._config.loops.balance == "each"
         pools: list[tuple[ChoiceRouter, dict[str, Tensor]]] = []
-        equal: dict[Hashable, tuple[Router, dict[str, list[list[dict[str, Tensor]]]]]] = {}
+        equal: dict[tuple[Hashable, int], tuple[Router, dict[str, list[Repeats]]]] = {}
         reports: dict[int, dict[int | None, list[dict[str, RouterReport]]]] = {}
         for step, report in zip(steps.done, steps.reports, strict=True):
             of_member = reports.setdefault(step.member, {})
@@ -93,7 +94,7 @@ class Losses:
                 for key, repeats in zip(keys, by_loop.values(), strict=True):
                     _, kinds = equal.setdefault((key, len(by_loop)), (router, {}))
                     kinds.setdefault(kind, []).append(repeats)
-                continue
+                continue  # added below, all equal routers at once
             sums_by_loop = {loop: add_sums(repeats) for loop, repeats in by_loop.items()}
             if isinstance(router, ChoiceRouter) and router.pool:
                 pools.append((router, router.counted(add_sums(list(sums_by_loop.values())))))
@@ -105,16 +106,20 @@ class Losses:
                 for loss in router.losses(sums, running.named(key)):
                     self._add_of_router(kind, loss, loss.value_B, len(sums_by_loop))
         for (_, num_loops), (router, kinds) in equal.items():
-            sums = stack_sums([repeats for own in kinds.values() for repeats in own])
-            for loss in router.losses(sums, RunningSum()):
-                parts = loss.value_B.split([len(own) for own in kinds.values()])
-                for kind, value_RB in zip(kinds, parts, strict=True):
-                    self._add_of_router(kind, loss, value_RB.sum(0), num_loops)
+            self._add_equal(router, kinds, num_loops)
         if pools:
             chosen = pools[0][0].config
             sums = add_sums([sums for _, sums in pools])
             value_B = pooled_balance(sums, chosen.balance_scope, running.named("pool"))
             self.add("load_balancing", chosen.balance, value_B)
+
+    def _add_equal(self, router: Router, kinds: dict[str, list[Repeats]], num_loops: int) -> None:
+        """Adds the losses of routers of one key, whose statistics are stacked, by kind."""
+        sums = stack_sums([repeats for own in kinds.values() for repeats in own])
+        for loss in router.losses(sums, RunningSum()):
+            parts = loss.value_B.split([len(own) for own in kinds.values()])
+            for kind, value_RB in zip(kinds, parts, strict=True):
+                self._add_of_router(kind, loss, value_RB.sum(0), num_loops)
 
     def _add_of_router(self, kind: str, loss: Loss, value_B: Tensor, num_loops: int) -> None:
         # a mean over the group's sparse layers, and over loops that are balanced apart
