@@ -13,6 +13,7 @@ all-reduce per 25 MB. Reduced gradients are views of the buckets, so nothing is 
 parameters are narrower than float32.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -124,15 +125,14 @@ def global_grad_norm(
     of any rank, the step's loss) need no message of their own. Reading the results is the step's only
     wait for the device.
     """
-    sums = torch.zeros(1 + len(numbers), dtype=torch.float64, device=_device(parameters))
+    sums = torch.empty(1 + len(numbers), dtype=torch.float64, device=_device(parameters))
     sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
     for place, number in enumerate(numbers, start=1):
         sums[place].fill_(number)
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
-    sums[0].sqrt_()
-    norm, *rest = sums.tolist()
-    return norm, tuple(rest)
+    squares, *rest = sums.tolist()
+    return math.sqrt(squares), tuple(rest)
 
 
 def clip_gradients(

@@ -21,6 +21,7 @@ Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of
 in all (H·A), L depth steps, D documents of a micro-batch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,6 @@ from ..kernels.fused.router import softmax_sums
 from ..kernels.gradients import once_per_pass
 from ..plugins import Registry
 from .documents import DocumentRows
-from .layers import literal
 from .routing import Mixture, Routes, Routing
 
 BALANCE = Registry(
@@ -248,7 +248,8 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
 
     Args:
         sums: from `choice_sums`, added up over repeats; with those of `document_sums` the scope is
-            the document.
+            the document. A leading axis of equal routers, (R, B, …), gives values (R, B), except
+            with documents, your own form or "global_batch".
         form: "load" is 1 at perfect balance and E when one expert takes all choices and
             probability. "entropy" is negative, −ln A at perfect balance, averaged over heads.
             Otherwise the user's own c_e, a function of the scope's P and f, each (B or 1, H, A).
@@ -257,17 +258,17 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
     """
     if "document_rows" in sums:
         return _mean_over_documents(sums, form, running)
-    p_BHA = sums["probability"] / sums["rows"].clamp_min(1)[:, None, None]
+    p_BHA = sums["probability"] / sums["rows"].clamp_min(1)[..., None, None]
     mean_HA = p_BHA.detach()
     if form != "load" and scope != "sequence":
         rows = _in_scope(sums["rows"], "rows", scope, running).clamp_min(1)
         mean_HA = _in_scope(sums["probability"], "probability", scope, running)
-        mean_HA = mean_HA / rows.view(-1, 1, 1)
+        mean_HA = mean_HA / rows[..., None, None]
     if form == "entropy":
         # an expert whose softmax underflows everywhere adds 0 instead of NaN
         tiny = torch.finfo(p_BHA.dtype).tiny
         return (p_BHA * mean_HA.clamp_min(tiny).log()).sum(-1).mean(-1)
-    load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
+    load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(-1, p_BHA.shape[-2:])
     load_BHA = load_BHA.to(p_BHA.dtype)
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
     if form != "load":
@@ -317,7 +318,8 @@ def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) 
     """Returns the sum over the scope, without gradient: (B, …), or (1, …) if it is shared."""
     if scope == "sequence":
         return per_sequence.detach()
-    micro_batch = per_sequence.detach().sum(0, keepdim=True)
+    sequences = {"rows": -1, "load": -2, "probability": -3}[name]  # routers may come before them
+    micro_batch = per_sequence.detach().sum(sequences, keepdim=True)
     return running.add(name, micro_batch) if scope == "global_batch" else micro_batch
 
 
@@ -382,6 +384,15 @@ def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([sums[name] for sums in repeats]).sum(0) for name in repeats[0]}
 
 
+def stack_sums(routers: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Adds up the statistics of equal routers, each over equally many depth steps: (R, …)."""
+    steps = [sums for repeats in routers for sums in repeats]
+    return {
+        name: torch.stack([sums[name] for sums in steps]).unflatten(0, (len(routers), -1)).sum(1)
+        for name in steps[0]
+    }
+
+
 @dataclass(frozen=True)
 class DepthLoad:
     """Holds the load of one kind of router over the depth steps of one forward pass."""
@@ -399,39 +410,43 @@ def collect_loads(
     With `members`, the layer of each depth step, the depth steps of one layer are added up: passes
     of different depths then have loads of one shape.
     """
+    kinds = {
+        kind: [place for place, step in enumerate(steps) if kind in step]
+        for kind in {kind: None for step in steps for kind in step}
+    }
+    if not kinds:
+        return {}
+    if members is not None:  # the depth steps of one layer side by side
+        kinds = {kind: sorted(own, key=members.__getitem__) for kind, own in kinds.items()}
+    reports = {kind: [steps[place][kind] for place in own] for kind, own in kinds.items()}
+    loads = _loads(list(reports.values()))
     found: dict[str, DepthLoad] = {}
-    for kind in {kind: None for step in steps for kind in step}:
-        load = _depth_load([step[kind] for step in steps if kind in step])
+    for load_LN, (kind, own) in zip(loads, kinds.items(), strict=True):
+        gate_sum_L = _gate_sums([report.gates_N for report in reports[kind]])
+        load = DepthLoad(load_LN, _wanted_routes(reports[kind], load_LN), gate_sum_L)
         if members is not None:
-            own = [member for member, step in zip(members, steps, strict=True) if kind in step]
-            load = _load_of_layers(load, own)
+            load = _load_of_layers(load, Counter(members[place] for place in own))
         found[kind] = load
     return found
 
 
-def _load_of_layers(load: DepthLoad, members: Sequence[int]) -> DepthLoad:
-    layers = sorted(set(members))
-    index = tuple(layers.index(member) for member in members)
-    index_L = literal(index, torch.int64, load.load_LN.device)
+def _load_of_layers(load: DepthLoad, num_steps: dict[int, int]) -> DepthLoad:
+    """Adds up the depth steps of each layer, which are side by side."""
 
     def added(value_L: Tensor) -> Tensor:
-        zeros = value_L.new_zeros(len(layers), *value_L.shape[1:])
-        return zeros.index_add(0, index_L, value_L)
+        return torch.stack([part.sum(0) for part in value_L.split([*num_steps.values()])])
 
     return DepthLoad(added(load.load_LN), added(load.wanted_L), added(load.gate_sum_L))
 
 
-def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
-    load_LN = _loads(reports).to(torch.int64)
-    gate_sum_L = _gate_sums([report.gates_N for report in reports])
+def _wanted_routes(reports: Sequence[RouterReport], load_LN: Tensor) -> Tensor:
     asked = [report.wanted for report in reports if report.wanted is not None]
     if len(asked) < len(reports):  # a router reports it in every depth step or never
-        return DepthLoad(load_LN, load_LN.sum(1), gate_sum_L)
+        return load_LN.sum(1)
     # Filled on the device: copying a list there would make a GPU wait.
     if len(set(asked)) == 1:
-        return DepthLoad(load_LN, load_LN.new_full((len(asked),), asked[0]), gate_sum_L)
-    asked_L = torch.stack([load_LN.new_full((), number) for number in asked])
-    return DepthLoad(load_LN, asked_L, gate_sum_L)
+        return load_LN.new_full((len(asked),), asked[0])
+    return torch.stack([load_LN.new_full((), number) for number in asked])
 
 
 def _gate_sums(gates: list[Tensor]) -> Tensor:
@@ -440,11 +455,18 @@ def _gate_sums(gates: list[Tensor]) -> Tensor:
     return torch.stack(gates).sum(1)
 
 
-def _loads(reports: Sequence[RouterReport]) -> Tensor:
-    starts = [report.starts_N1 for report in reports if report.starts_N1 is not None]
-    if len(starts) == len(reports):
-        return torch.stack(starts).diff(dim=1)
-    loads = [
-        report.load_N if report.starts_N1 is None else report.starts_N1.diff() for report in reports
-    ]
-    return torch.stack([load_N.to(torch.int64) for load_N in loads if load_N is not None])
+def _loads(kinds: Sequence[Sequence[RouterReport]]) -> list[Tensor]:
+    """Returns each kind's routes per depth step and expert, (L, N) int64."""
+    starts = [[each.starts_N1 for each in own if each.starts_N1 is not None] for own in kinds]
+    if [*map(len, starts)] != [*map(len, kinds)]:
+        return [torch.stack([_load(report) for report in own]) for own in kinds]
+    flat = torch.cat([starts_N1 for own in starts for starts_N1 in own]).to(torch.int64)
+    parts = flat.split([sum(map(len, own)) for own in starts])
+    return [part.view(len(own), -1).diff(dim=1) for own, part in zip(kinds, parts, strict=True)]
+
+
+def _load(report: RouterReport) -> Tensor:
+    if report.starts_N1 is not None:
+        return report.starts_N1.diff().to(torch.int64)
+    assert report.load_N is not None
+    return report.load_N.to(torch.int64)

@@ -138,23 +138,24 @@ def _head_loss(
     loss, losses, *grads = outputs = _outputs(x, weight, bias, share, wanted)
     if counted is not None:
         grads[0].zero_()  # uncounted rows are in no chunk
-    for first in range(0, len(targets if counted is None else counted), rows):
-        part = slice(first, first + rows)
-        if counted is not None:
-            part = counted[part]
+    losses_C1 = loss.new_empty(len(targets if counted is None else counted), 1)
+    for first in range(0, len(losses_C1), rows):
+        here = slice(first, first + rows)
+        part = here if counted is None else counted[here]
         x_RD, targets_R1 = x[part].to(weight.dtype), targets[part][:, None]
         log_p_RV = F.linear(x_RD, weight, low).log_softmax(-1, dtype=wide)
-        log_p_R1 = log_p_RV.gather(1, targets_R1)
-        if share is not None:
-            losses[part] = -log_p_R1[:, 0]
-            log_p_R1 = log_p_R1 * share[part][:, None]
-        loss -= log_p_R1.sum()
+        torch.gather(log_p_RV, 1, targets_R1, out=losses_C1[here])
         if wanted:
             grad_RV = log_p_RV.exp_()  # of the logits: softmax minus one at the target
-            grad_RV.scatter_(1, targets_R1, grad_RV.gather(1, targets_R1) - 1)
+            grad_RV.scatter_(1, targets_R1, -1, reduce="add")
             if share is not None:
                 grad_RV *= share[part][:, None]
             _add_gradients(grads, part, grad_RV, x_RD, weight)
+    losses_C = losses_C1.neg_().squeeze(1)
+    if share is not None:
+        losses[slice(None) if counted is None else counted] = losses_C
+        losses_C = losses_C * (share if counted is None else share[counted])
+    torch.sum(losses_C, 0, out=loss)
     return outputs
 
 
@@ -163,11 +164,11 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocates the loss, each token's, and the gradients of x, weight and bias.
 
-    All but the gradient of x start at 0, being sums over chunks.
+    The gradients of weight and bias start at 0, being sums over chunks; so does each token's loss.
     """
     wide = wide_dtype(weight)
     return (
-        weight.new_zeros((), dtype=wide),
+        weight.new_empty((), dtype=wide),
         weight.new_zeros(0 if share is None else len(x), dtype=wide),
         x.new_empty(x.shape if wanted else 0),
         weight.new_zeros(weight.shape if wanted else 0, dtype=wide),

@@ -3,21 +3,23 @@
 Legend: B sequences, S positions, C counted targets, D model width.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .balance import RouterReport, RunningSum, add_sums, pooled_balance
+from .balance import RouterReport, RunningSum, add_sums, pooled_balance, stack_sums
 from .config.model_config import ModelConfig
 from .execution.depth_losses import DepthStates, WeightedLoss
 from .layers import on_device, wide_dtype
 from .loops.exits import expected_loss, mean_of_real
 from .loops.steps import DepthSteps
-from .routers.router import ChoiceRouter, Router
+from .routers.router import ChoiceRouter, Loss, Router
 
+# Statistics of one router in every depth step that its losses are over.
+Repeats = list[dict[str, Tensor]]
 # Transformer.read_out: (rows, Targets, each token's share or None) to the summed loss, a scalar.
 ReadRows = Callable[..., Tensor]
 
@@ -75,18 +77,25 @@ class Losses:
         group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2), with γ and δ the
         coefficients `router.balance` and `attention.balance`, and ℓ the entropy losses.
         """
-        config, steps = self._config, self._steps
-        each = config.loops.balance == "each"
+        steps, each = self._steps, self._config.loops.balance == "each"
         pools: list[tuple[ChoiceRouter, dict[str, Tensor]]] = []
+        equal: dict[tuple[Hashable, int], tuple[Router, dict[str, list[Repeats]]]] = {}
         reports: dict[int, dict[int | None, list[dict[str, RouterReport]]]] = {}
         for step, report in zip(steps.done, steps.reports, strict=True):
             of_member = reports.setdefault(step.member, {})
             of_member.setdefault(step.loop if each else None, []).append(report)
         for member, kind, router in routers:
-            sums_by_loop = {
-                loop: add_sums([report[kind].sums for report in found])
+            by_loop = {
+                loop: [report[kind].sums for report in found if report[kind].sums]
                 for loop, found in reports[member].items()
             }
+            keys = [router.alike(repeats) for repeats in by_loop.values()]
+            if None not in keys:
+                for key, repeats in zip(keys, by_loop.values(), strict=True):
+                    _, kinds = equal.setdefault((key, len(by_loop)), (router, {}))
+                    kinds.setdefault(kind, []).append(repeats)
+                continue  # added below, all equal routers at once
+            sums_by_loop = {loop: add_sums(repeats) for loop, repeats in by_loop.items()}
             if isinstance(router, ChoiceRouter) and router.pool:
                 pools.append((router, router.counted(add_sums(list(sums_by_loop.values())))))
             for name in router.carried:
@@ -95,16 +104,28 @@ class Losses:
             for loop, sums in sums_by_loop.items():
                 key = f"{member}/{kind}" if loop is None else f"{member}/{kind}/{loop}"
                 for loss in router.losses(sums, running.named(key)):
-                    # a mean over the group's sparse layers, and over loops that are balanced apart
-                    share = 1 / len(config.sparse_members) if loss.mean_over_layers else 1.0
-                    share /= len(sums_by_loop)
-                    label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
-                    self.add(label, loss.coefficient, loss.value_B, share=share)
+                    self._add_of_router(kind, loss, loss.value_B, len(sums_by_loop))
+        for (_, num_loops), (router, kinds) in equal.items():
+            self._add_equal(router, kinds, num_loops)
         if pools:
             chosen = pools[0][0].config
             sums = add_sums([sums for _, sums in pools])
             value_B = pooled_balance(sums, chosen.balance_scope, running.named("pool"))
             self.add("load_balancing", chosen.balance, value_B)
+
+    def _add_equal(self, router: Router, kinds: dict[str, list[Repeats]], num_loops: int) -> None:
+        """Adds the losses of routers of one key, whose statistics are stacked, by kind."""
+        sums = stack_sums([repeats for own in kinds.values() for repeats in own])
+        for loss in router.losses(sums, RunningSum()):
+            parts = loss.value_B.split([len(own) for own in kinds.values()])
+            for kind, value_RB in zip(kinds, parts, strict=True):
+                self._add_of_router(kind, loss, value_RB.sum(0), num_loops)
+
+    def _add_of_router(self, kind: str, loss: Loss, value_B: Tensor, num_loops: int) -> None:
+        # a mean over the group's sparse layers, and over loops that are balanced apart
+        share = 1 / len(self._config.sparse_members) if loss.mean_over_layers else 1.0
+        label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
+        self.add(label, loss.coefficient, value_B, share=share / num_loops)
 
     def add_own(
         self,
@@ -152,7 +173,7 @@ class Losses:
         """
         if not gates:
             losses = [read_out(rows_BSD, given) for rows_BSD in rows]
-            return torch.stack(losses).mean()
+            return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
         def loss_of(rows_BSD: Tensor, share_BS: Tensor) -> Tensor:
             return read_out(rows_BSD, given, share_BS)

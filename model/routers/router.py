@@ -14,6 +14,7 @@ Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, H 
 feed-forward), A experts of a head, K experts chosen, N routes.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -108,7 +109,7 @@ class Loss:
     """Holds one auxiliary loss of one router."""
 
     name: str
-    value_B: Tensor  # float32, per sequence, without its coefficient
+    value_B: Tensor  # float32, per sequence, without its coefficient; (R, B) of equal routers
     coefficient: float
     mean_over_layers: bool  # else summed over them
 
@@ -160,6 +161,14 @@ class Router(nn.Module):
         weights.
         """
         return []
+
+    def alike(self, repeats: Sequence[dict[str, Tensor]]) -> Hashable | None:
+        """Returns a key of these statistics: routers of one key compute their losses at once.
+
+        `losses` then gets sums with a leading axis of routers, (R, B, …), and returns (R, B). None:
+        the router computes its own.
+        """
+        return None
 
     def before_step(self, step: int) -> None:
         """Receives the number of finished optimizer steps, before each training step and
@@ -333,6 +342,18 @@ class ChoiceRouter(Router):
     def counted(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the statistics with the load that the balancing loss counts."""
         return sums
+
+    def alike(self, repeats: Sequence[dict[str, Tensor]]) -> Hashable | None:
+        """Returns what the built-in losses read; None if another formula or sum takes part."""
+        config, own = self.config, type(self)
+        built_in = own.losses is ChoiceRouter.losses and own.counted is ChoiceRouter.counted
+        built_in = built_in and config.balance_form in ("load", "entropy")
+        apart = self.carried or self.pool or config.balance_scope == "global_batch"
+        if not built_in or apart or not repeats or "document_rows" in repeats[0]:
+            return None
+        shapes = tuple((name, value.shape) for name, value in repeats[0].items())
+        losses = config.balance, config.balance_form, config.balance_scope, config.z_loss
+        return losses, len(repeats), shapes
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         """Returns the balancing loss and the z-loss, if configured."""

@@ -19,8 +19,10 @@ from moebius.model.balance import (
     choice_sums,
     collect_loads,
     report_routing,
+    stack_sums,
 )
 from moebius.model.documents import mark_documents
+from moebius.model.routers.router import ChoiceRouter, Router
 from moebius.model.routing import Routing, token_routes
 
 E = 7
@@ -111,6 +113,60 @@ def test_shares_of_the_sequences_add_up_to_the_loss_over_the_scope(form: str) ->
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("repeats", [1, 2, 5])
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
+@pytest.mark.parametrize("form", ["load", "entropy"])
+def test_equal_routers_at_once_have_the_bits_of_each_alone(
+    form: str, scope: str, repeats: int
+) -> None:
+    logits_RL = [[random_logits(12, 9 * r + n) for n in range(repeats)] for r in range(3)]
+    flat = [logits.requires_grad_() for own in logits_RL for logits in own]
+    sums_RL = [[choice_sums(routing(logits), 4) for logits in own] for own in logits_RL]
+    at_once_RB = balance_value(stack_sums(sums_RL), form, scope, RunningSum())
+    alone_RB = torch.stack(
+        [balance_value(add_sums(own), form, scope, RunningSum()) for own in sums_RL]
+    )
+    assert torch.equal(at_once_RB, alone_RB)
+    ours, theirs = (
+        torch.autograd.grad(value.sum(), flat, retain_graph=True)
+        for value in (at_once_RB, alone_RB)
+    )
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_pass_adds_the_losses_of_equal_routers_at_once(
+    alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers' routers of values and outputs, and of the feed-forward: two calls instead of six."""
+    calls: list[Tensor] = []
+
+    def counted(sums: dict[str, Tensor], *args: Any) -> Tensor:
+        calls.append(balance_value(sums, *args))
+        return calls[-1]
+
+    model = tiny_model("moeut").double()
+    rows = some_tokens(4, 16)
+    expected = model(rows, targets_BS=rows)
+    if not alike:
+        monkeypatch.setattr(ChoiceRouter, "alike", Router.alike)
+    monkeypatch.setattr("moebius.model.routers.router.balance_value", counted)
+    found = model(rows, targets_BS=rows)
+    assert len(calls) == (2 if alike else 6)
+    torch.testing.assert_close(found.regularisation_B, expected.regularisation_B)
+    assert found.auxiliary.keys() == expected.auxiliary.keys()
+    for name, value_B in expected.auxiliary.items():
+        torch.testing.assert_close(found.auxiliary[name], value_B)
+    ours, theirs = (
+        torch.autograd.grad(
+            each.regularisation_B.sum(), list(model.parameters()), allow_unused=True
+        )
+        for each in (found, expected)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("form", ["load", "entropy"])
 def test_the_global_scope_sees_the_micro_batches_before_and_no_other_step(form: str) -> None:
     running = RunningSum()
@@ -189,6 +245,30 @@ def test_loads_count_routes_and_gates() -> None:
         assert load.gate_sum_L.tolist() == [5.0, 5.0]
     torch.testing.assert_close(report.sums["probability"].sum(), torch.tensor(10.0))
     assert report.sums["load"].sum(1).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("all_sorted", [True, False])
+def test_loads_of_all_kinds_are_collected_at_once_and_added_up_by_layer(all_sorted: bool) -> None:
+    """Kinds of different sizes; depth step 1 has no feed-forward; layers 0, 1, 0, 1 in passes of four."""
+    places = {"feed_forward": (0, 2, 3), "value": (0, 1, 2, 3)}
+    steps: list[dict[str, Any]] = [{} for _ in range(4)]
+    expected: dict[str, list[Tensor]] = {}
+    for size, (kind, own) in enumerate(places.items()):
+        for place in own:
+            found = routing(random_logits(10, place, num_experts=E + size))
+            if all_sorted or place == 0:
+                assert found.routes.sorting.starts_E1.dtype == torch.int32
+            steps[place][kind] = report_routing(found, {})
+            count_N = torch.bincount(found.routes.expert_N, minlength=E + size)
+            expected.setdefault(kind, []).append(count_N)
+    for kind, load in collect_loads(steps).items():
+        assert torch.equal(load.load_LN, torch.stack(expected[kind]))
+    added = collect_loads(steps, members=[0, 1, 0, 1])
+    first, second, third = expected["feed_forward"]
+    assert torch.equal(added["feed_forward"].load_LN, torch.stack([first + second, third]))
+    assert added["feed_forward"].wanted_L.tolist() == [40, 20]
+    assert added["feed_forward"].gate_sum_L.tolist() == [10.0, 5.0]
+    assert added["value"].load_LN.sum(1).tolist() == [40, 40]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])

@@ -28,16 +28,13 @@ class StepMeter:
 
     def add(self, result: MicroBatchLoss) -> None:
         """Adds the report of one micro-batch."""
-        self._accumulate("loss", result.cross_entropy)
-        self._accumulate("regularisation", result.regularisation)
-        for name, value in result.auxiliary.items():
-            self._accumulate(f"auxiliary/{name}", value)
-        for name, value in result.carried.items():
-            self._carried[name] = self._carried[name] + value if name in self._carried else value
+        values = {"loss": result.cross_entropy, "regularisation": result.regularisation}
+        values |= {f"auxiliary/{name}": value for name, value in result.auxiliary.items()}
         for kind, load in result.loads.items():
-            self._accumulate(f"{kind}/load", load.load_LN)
-            self._accumulate(f"{kind}/wanted", load.wanted_L)
-            self._accumulate(f"{kind}/gates", load.gate_sum_L)
+            values[f"{kind}/load"], values[f"{kind}/wanted"] = load.load_LN, load.wanted_L
+            values[f"{kind}/gates"] = load.gate_sum_L
+        _accumulate(self._sums, values)
+        _accumulate(self._carried, result.carried)
 
     def loads(self) -> dict[str, Tensor]:
         """Returns how many of this rank's routes went to each expert, (L, E) by kind of router."""
@@ -87,9 +84,6 @@ class StepMeter:
         """
         return _sum_over_ranks(self._carried, self._sums["loss"].device) if self._carried else {}
 
-    def _accumulate(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
 
 class StepClock:
     """Measures the time of steps between log lines, without evaluations.
@@ -112,6 +106,21 @@ class StepClock:
         steps = max(self._num_steps, 1)
         elapsed_s = time.perf_counter() - self._started_s
         return elapsed_s / steps, (waited_s - self._waited_s) / steps
+
+
+def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Adds values to the sums of their names, in one launch for each dtype."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, value in values.items():
+        if name in sums:
+            by_dtype.setdefault(value.dtype, []).append(name)
+        else:
+            sums[name] = value
+    for names in by_dtype.values():
+        added = torch._foreach_add(  # pyright: ignore[reportPrivateImportUsage]
+            [sums[name] for name in names], [values[name] for name in names]
+        )
+        sums.update(zip(names, added, strict=True))
 
 
 def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

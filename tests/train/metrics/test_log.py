@@ -6,13 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from fake_sink import FakeSink, in_background
 from jobs import wait_for
 
 from moebius.cluster.report.history import describe_trouble
+from moebius.model.balance import DepthLoad
 from moebius.train.config.resolve import resolve
+from moebius.train.loss import MicroBatchLoss
 from moebius.train.metrics.log import MetricsLog
 from moebius.train.metrics.sinks import open_metrics
+from moebius.train.metrics.step_metrics import StepMeter
 from moebius.train.recipes.smoke import RECIPES
 
 
@@ -134,3 +138,22 @@ def test_a_sink_that_lacks_lines_says_so_in_the_file(tmp_path: Path) -> None:
     assert len(told) == 2
     assert str(told[0]).startswith("fake cannot be written (OSError: the disk is full")
     assert told[1] == "fake lacks 2 lines in all, which metrics.jsonl has"
+
+
+def test_a_step_sums_the_reports_of_its_micro_batches() -> None:
+    """One that only some micro-batches report is the sum over these; no report is changed."""
+    meter, reports = StepMeter(), []
+    for number in (1.0, 2.0, 4.0):
+        load = DepthLoad(torch.full((2, 3), int(number)), torch.full((2,), 5), torch.ones(2))
+        auxiliary = {"own": torch.tensor(number)} if number > 1 else {}
+        loss, wide = torch.tensor(number), torch.tensor([number], dtype=torch.float64)
+        reports.append(
+            MicroBatchLoss(loss, loss, 2 * loss, auxiliary, {"value": load}, {"0/value/load": wide})
+        )
+        meter.add(reports[-1])
+    assert meter.loss == 7
+    assert meter.loads()["value"].tolist() == [[7] * 3] * 2
+    assert meter._sums["auxiliary/own"] == 6
+    assert meter._sums["value/wanted"].tolist() == [15, 15]
+    assert meter._carried["0/value/load"].item() == 7
+    assert [report.cross_entropy.item() for report in reports] == [1, 2, 4]
