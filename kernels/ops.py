@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .backend import implementation
 from .calls import Backend, Deferred, DeferringBackend, Into, LinearCall, MLPCall, RowGradients
+from .custom_op import custom_op
 from .gradients import gradient_sum
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str"}
@@ -58,7 +59,7 @@ class _Operation:
         record = ", ".join(f"{_SCHEMA_TYPES[f.type]} {f.name}" for f in fields(self._record))
         schema, name = f"({before}{record}) -> ({results})", f"moebius::routed_{self._kind}{end}"
         mutates = ("into",) if "into" in before else ()
-        return torch.library.custom_op(name, run, mutates_args=mutates, schema=schema)
+        return custom_op(name, mutates_args=mutates, schema=schema)(run)
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         return self._record(*arguments)

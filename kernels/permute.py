@@ -19,6 +19,7 @@ from torch import Tensor
 from .calls import SortedRoutes, Sorting
 from .cpu import lists
 from .cpu.library import handles
+from .custom_op import custom_op
 from .triton.available import reason_against
 
 
@@ -35,7 +36,7 @@ def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> S
     return Sorting(*_sort_routes(expert_N, num_experts))
 
 
-@torch.library.custom_op("moebius::sort_routes", mutates_args=())
+@custom_op("moebius::sort_routes")
 def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if expert_N.device.type == "cuda" and reason_against("cuda", torch.float32) is None:
         return import_module(".triton.routing", __package__).sort_routes(expert_N, num_experts)

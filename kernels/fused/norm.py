@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import runs_triton
+from ..custom_op import custom_op
 
 WIDEST = 8192  # columns: wider rows do not fit the registers of the backward pass
 Copied = Literal["normed", "total"]
@@ -179,9 +180,8 @@ class _AddNorm(torch.autograd.Function):
 # Operators: they return tensors only, so an omitted output is an empty tensor ---------------------
 
 
-@torch.library.custom_op(
+@custom_op(
     "moebius::add_norm",
-    mutates_args=(),
     schema="(Tensor x, Tensor? y, Tensor? weight, Tensor? bias, float eps, ScalarType low, "
     "bool normed, bool low_normed, bool low_total) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -202,9 +202,8 @@ def _(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     return _new_outputs(x, y, *wants)
 
 
-@torch.library.custom_op(
+@custom_op(
     "moebius::add_norm_backward",
-    mutates_args=(),
     schema="(Tensor total, Tensor? weight, Tensor mean, Tensor inverse, Tensor? of_total, "
     "Tensor? of_normed, Tensor? first, Tensor? second, bool second_is_normed, ScalarType? added, "
     "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)",

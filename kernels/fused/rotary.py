@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backend import runs_triton
+from ..custom_op import custom_op
 
 
 def rotate_reference(
@@ -90,9 +91,8 @@ def rotate_pair(
     return _rotate_pair(q_BHSC, k_BHSC, cos, sin, scale, False)
 
 
-@torch.library.custom_op(
+@custom_op(
     "moebius::rotate_pair",
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, float scale, bool back) "
     "-> (Tensor, Tensor)",
 )

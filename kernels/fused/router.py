@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..backend import resolve_backend
 from ..cpu import brgemm
 from ..cpu.library import call, handles
+from ..custom_op import custom_op
 from ..triton.available import reason_against
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -94,7 +95,7 @@ def route_top_k(
     return logits_TE.unflatten(1, (heads, -1)), experts_THK, gates_THK
 
 
-@torch.library.custom_op("moebius::route_top_k", mutates_args=())
+@custom_op("moebius::route_top_k")
 def _route_top_k(
     x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +157,7 @@ def _gradients(
     return grad_x if wants_x else None, grad_weight if wants_weight else None, *(None,) * 4
 
 
-@torch.library.custom_op("moebius::route_top_k_backward", mutates_args=())
+@custom_op("moebius::route_top_k_backward")
 def _route_top_k_backward(
     x_TD: Tensor,
     weight_ED: Tensor,
@@ -301,7 +302,7 @@ def softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
     return softmax_sums_reference(logits_THA, batch_size)
 
 
-@torch.library.custom_op("moebius::top_k", mutates_args=())
+@custom_op("moebius::top_k")
 def _top_k(scores: Tensor, count: int) -> Tensor:
     scores, width = scores.contiguous(), scores.shape[-1]
     places = torch.empty(*scores.shape[:-1], count, dtype=torch.int64)
@@ -315,7 +316,7 @@ def _(scores: Tensor, count: int) -> Tensor:
     return scores.new_empty(*scores.shape[:-1], count, dtype=torch.int64)
 
 
-@torch.library.custom_op("moebius::softmax_sums", mutates_args=())
+@custom_op("moebius::softmax_sums")
 def _softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
     logits_THA, threads = logits_THA.contiguous(), torch.get_num_threads()
     rows, heads, experts = logits_THA.shape
@@ -325,7 +326,7 @@ def _softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
     return sums_BHA
 
 
-@torch.library.custom_op("moebius::softmax_sums_gradient", mutates_args=())
+@custom_op("moebius::softmax_sums_gradient")
 def _softmax_sums_gradient(grad_BHA: Tensor, logits_THA: Tensor) -> Tensor:
     grad_BHA, logits_THA = grad_BHA.contiguous(), logits_THA.contiguous()
     batch, (rows, heads, experts) = len(grad_BHA), logits_THA.shape
