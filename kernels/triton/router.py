@@ -26,7 +26,7 @@ Legend: T rows, D width, E experts, H heads, A experts of a head, K experts chos
 import torch
 from torch import Tensor
 
-from .guard import INTERPRETED, launch, tl, triton
+from .guard import INTERPRETED, cdiv, launch, next_power_of_2, tl, triton
 from .tiles import Tile, round_up, router_tile, target
 
 BOUND = 2.0**-14  # largest error of a logit, times Σ|x·w|
@@ -263,7 +263,7 @@ def route_top_k(
     parts_2ED = new_parts(x_TD, round_up(num_experts, tile.columns), width)
     launch(
         _split,
-        triton.cdiv(parts_2ED[0].numel(), _SPLIT) if num_rows else 0,
+        cdiv(parts_2ED[0].numel(), _SPLIT) if num_rows else 0,
         weight_ED,
         parts_2ED,
         E=num_experts,
@@ -273,11 +273,11 @@ def route_top_k(
         BLOCK=_SPLIT,
         EMULATED=INTERPRETED,
     )
-    bins = max(16, triton.next_power_of_2(per_head))
-    lines = triton.next_power_of_2(tile.rows * heads)
+    bins = max(16, next_power_of_2(per_head))
+    lines = next_power_of_2(tile.rows * heads)
     launch(
         route,
-        triton.cdiv(num_rows, tile.rows),
+        cdiv(num_rows, tile.rows),
         x_TD,
         parts_2ED,
         given_THK,
@@ -292,9 +292,9 @@ def route_top_k(
         GATE=gate,
         WIDTH=width,
         SELECT=max(1, min(lines, _SELECTED * tile.warps // bins)),
-        CHUNKS=triton.cdiv(bins, 32),
+        CHUNKS=cdiv(bins, 32),
         LANES=min(bins, 32),
-        SLOTS=triton.next_power_of_2(top_k),
+        SLOTS=next_power_of_2(top_k),
         EMULATED=INTERPRETED,
         **tile.options(),
     )
