@@ -65,32 +65,34 @@ class CustomOp:
         """Calls the function, under autograd if an argument needs a gradient."""
         if torch.compiler.is_compiling() or len(args) + len(named) != len(self._names):
             return self._op(*args, **named)
-        args = (*args, *(named[name] for name in self._names[len(args) :]))
-        tensors = [each for each in args if type(each) in _TENSORS]
-        if not _is_plain(args, tensors):
+        args = (*args, *[named[name] for name in self._names[len(args) :]])
+        needs_gradient = False
+        for each in args:
+            kind = type(each)
+            if kind in _TENSORS:
+                needs_gradient |= each.requires_grad
+            elif kind not in _VALUES:
+                return self._op(*args)
+        if not _is_eager(args) or _has_no_data(args):
             return self._op(*args)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        if needs_gradient and torch.is_grad_enabled():
             return (self._op if self._function is None else self._function.apply)(*args)
         for place in self._mutated:  # kernels write without torch's knowledge
             torch.autograd.graph.increment_version(args[place])
         return self._run(*args)
 
 
-def _is_plain(args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-    """Returns whether nobody but autograd can tell these arguments' operator from its function."""
-    return (
-        all(type(each) in _VALUES for each in args if type(each) not in _TENSORS)
-        and not tensors[0].is_meta
-        and not torch.overrides.has_torch_function(())  # true in a mode of torch's functions
-        and _is_eager()
-    )
+def _has_no_data(args: tuple[Any, ...]) -> bool:
+    return next(each for each in args if type(each) in _TENSORS).is_meta
 
 
-_known: dict[int, bool] = {}
+_known: dict[int, bool] = {}  # by the dispatcher's state
 
 
-def _is_eager() -> bool:
-    """Returns whether no mode of torch's dispatcher is active in this thread."""
+def _is_eager(args: tuple[Any, ...]) -> bool:
+    """Returns whether no mode of torch is active in this thread."""
+    if torch.overrides.has_torch_function(args):  # of plain tensors, in a mode of functions
+        return False
     keys = torch._C._dispatch_tls_local_include_set()  # torch has no public name for it
     state = keys.raw_repr()
     if state not in _known:
