@@ -123,7 +123,7 @@ class _Operation:
 
     def _keep(self, ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         """Saves a call and its saved rows for the backward pass."""
-        values, saved = vars(self._call(inputs)), output[1]
+        values, saved = dict(zip(self._names, inputs, strict=True)), output[1]
         ctx.names = [name for name, value in values.items() if isinstance(value, Tensor)]
         ctx.others = {name: value for name, value in values.items() if name not in ctx.names}
         ctx.mark_non_differentiable(saved)

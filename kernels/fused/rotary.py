@@ -10,7 +10,6 @@ operator and needs only the table.
 Legend: B sequences, S positions, H heads, C channels of a head, W of them rotated.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ..backend import runs_triton
 from ..custom_op import custom_op
+from ..triton.available import kernels
 
 
 def rotate_reference(
@@ -100,8 +100,7 @@ def _rotate_pair(
     q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
 ) -> tuple[Tensor, Tensor]:
     outputs = _new_like(q_BHSC), _new_like(k_BHSC)
-    kernels = import_module("..triton.rotary", __package__)
-    kernels.rotate_pair((q_BHSC, k_BHSC), (cos, sin), outputs, scale=scale, back=back)
+    kernels("rotary").rotate_pair((q_BHSC, k_BHSC), (cos, sin), outputs, scale=scale, back=back)
     return outputs
 
 

@@ -11,7 +11,6 @@ head, K experts chosen.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +21,7 @@ from ..backend import resolve_backend
 from ..cpu import brgemm
 from ..cpu.library import call, handles
 from ..custom_op import custom_op
-from ..triton.available import reason_against
+from ..triton.available import kernels, reason_against
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Gate = Literal["sigmoid", "softmax", "softmax_of_chosen"]
@@ -100,7 +99,7 @@ def _route_top_k(
     x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if reason_against(x_TD.device.type, torch.float32) is None:
-        kernel = import_module("..triton.router", __package__).route_top_k
+        kernel = kernels("router").route_top_k
         return kernel(x_TD, weight_ED, given_THK, top_k=top_k, heads=heads, gate=gate)
     logits_TE = _logits(x_TD, weight_ED)
     logits_THA = logits_TE.unflatten(1, (heads, -1))
@@ -174,8 +173,7 @@ def _route_top_k_backward(
     made = experts_THK, gates_THK, logits_TE
     if reason_against(x_TD.device.type, torch.float32) is None:
         grads = tuple(None if grad is None else grad.contiguous() for grad in (grad_TE, grad_THK))
-        kernels = import_module("..triton.router_gradients", __package__)
-        found = kernels.route_top_k_backward(
+        found = kernels("router_gradients").route_top_k_backward(
             x_TD, weight_ED, made, grads, gate=gate, wants=(wants_x, wants_weight)
         )
         grad_x, grad_weight = (x_TD.new_empty(0) if grad is None else grad for grad in found)

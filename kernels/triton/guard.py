@@ -37,9 +37,9 @@ def launch(kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
     first = next(value for value in args if value is not None)
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device_of(first):
-            kernel[(num_programs,)](*args, **meta)
-    else:
-        kernel[(num_programs,)](*args, **meta)
+            kernel.run(*args, grid=(num_programs,), warmup=False, **meta)
+    else:  # as `kernel[grid](…)`, which makes a function for every launch
+        kernel.run(*args, grid=(num_programs,), warmup=False, **meta)
 
 
 # Of Triton's own `cdiv` and `next_power_of_2` a call on the host takes 3 µs, a fourth of a launch.

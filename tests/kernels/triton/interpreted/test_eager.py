@@ -76,15 +76,16 @@ def test_a_kernel_is_launched_on_its_tensors_device(device: int, is_entered: boo
         entered.append(tensor)
         yield
 
-    def run(*args: Any, **constants: Any) -> None:
+    def run(*args: Any, grid: tuple[int], warmup: bool, **constants: Any) -> None:
+        assert (grid, warmup) == ((3,), False)
         launched.append((args, constants, list(entered)))
 
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "device_of", device_of),
     ):
-        launch({(3,): run}, 3, None, tensor, 5, E=2)
-        launch({}, 0, tensor)
+        launch(SimpleNamespace(run=run), 3, None, tensor, 5, E=2)
+        launch(None, 0, tensor)
     assert launched == [((None, tensor, 5), {"E": 2}, [tensor] * is_entered)]
 
 
