@@ -27,19 +27,26 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import moebius
 from benchmarks.report import RESULTS, ROOT, save
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import start_process
+from moebius.kernels import backend, permute
+from moebius.kernels.custom_op import custom_op
+from moebius.kernels.fused import router
+from moebius.kernels.triton import available
 from moebius.train import loop
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
@@ -121,10 +128,14 @@ def in_own_process(part: str, recipe: str, steps: int) -> Any:
 
 
 def fake_device() -> Path:
-    sys.path.insert(0, FAKE)
-    import test_step
+    return of_fake("test_step")._library()
 
-    return test_step._library()
+
+def of_fake(name: str) -> Any:
+    """Imports a module of tests/fake_cuda, which is no package."""
+    if FAKE not in sys.path:
+        sys.path.insert(0, FAKE)
+    return import_module(name)
 
 
 def config_of(recipe: str, *changes: str) -> Config:
@@ -147,11 +158,8 @@ def always(value: Any) -> Callable[..., Any]:
 
 def launches(recipe: str, _steps: int) -> dict[str, Any]:
     """Counts the launches of an unlogged and of a logged step."""
-    sys.path.insert(0, FAKE)
-    import traced_step
-    from torch._subclasses import FakeTensorMode
-
-    config, found = config_of(recipe, *STEP), {}
+    traced_step, found = of_fake("traced_step"), {}
+    config = config_of(recipe, *STEP)
     with (
         tempfile.TemporaryDirectory() as folder,
         traced_step.pretended_gpu(),
@@ -167,9 +175,9 @@ def launches(recipe: str, _steps: int) -> dict[str, Any]:
 
 
 def counted_step(run: Run, batch: Batch, is_logged: bool) -> dict[str, dict[str, int]]:
-    import traced_step
     from triton.runtime.jit import JITFunction
 
+    traced_step = of_fake("traced_step")
     of_triton, of_torch = Counter[str](), Counter[str]()
 
     class Counting(traced_step.Watch):
@@ -212,7 +220,7 @@ def launches_one(func: Any, values: Any) -> bool:
     results = func._schema.returns
     if results and results[0].alias_info is not None and not results[0].alias_info.is_write:
         return False  # a view
-    leaves = torch.utils._pytree.tree_leaves(values)
+    leaves = tree_leaves(values)
     return any(isinstance(each, Tensor) and each.is_cuda for each in leaves)
 
 
@@ -226,7 +234,7 @@ def host_ms(recipe: str, steps: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         start_process("cpu", timeout_s=60) as process,
-        kernels_of_nothing() as launched,
+        KernelsOfNothing() as launched,
         mock.patch.object(loop, "is_logged", always(False)),
     ):
         run = assemble(config, Path(folder), process)
@@ -246,15 +254,13 @@ def timed_step(run: Run, number: int) -> float:
     return (time.thread_time_ns() - began_ns) / 1e6
 
 
-class kernels_of_nothing:
+class KernelsOfNothing:
     """Lets Triton's kernels run on the CPU and compute nothing; counts their launches."""
 
     def __enter__(self) -> list[int]:
         from triton.runtime import driver
         from triton.runtime.jit import JITFunction
 
-        from moebius.kernels import backend, permute
-        from moebius.kernels.fused import router
         from moebius.kernels.triton import routing, tiles
 
         launched, self._stack = [0], ExitStack()
@@ -264,13 +270,13 @@ class kernels_of_nothing:
             function.device_caches[device][0][key] = kernel
             return kernel
 
-        sort = permute.custom_op("moebius::sort_routes_by_triton")(routing.sort_routes)
-        driver.set_active(Driver())
+        sort = custom_op("moebius::sort_routes_by_triton")(routing.sort_routes)
+        driver.set_active(cast(Any, Driver()))
         for patch in (
             mock.patch.object(JITFunction, "_do_compile", compiled),
             *(
                 mock.patch.object(module, "reason_against", always(None))
-                for module in (backend.triton_library, permute, router)
+                for module in (available, permute, router)
             ),
             mock.patch.object(permute, "_sort_routes", sort),
             mock.patch.object(router, "handles", always(False)),

@@ -1,4 +1,4 @@
-"""The expert operations as torch custom ops: schemas, fake and autograd registrations, FLOP formulas.
+"""The expert operations as torch operators: schemas, fake and autograd registrations, FLOP formulas.
 
 Meta-device dry runs, torch.compile and torch's FlopCounterMode therefore work. An op's arguments are
 the fields of its call (`MLPCall` or `LinearCall`, calls.py), in order. Each of the two operations has three ops:
