@@ -1,11 +1,9 @@
 """Operators of `torch.library` that eager mode calls without the library.
 
-`torch.library.custom_op` gives an operator a schema, shapes without data, a place for its FLOP
-formula and one node in compiled graphs. Its path through the dispatcher costs 50 to 200 µs of Python
-per call, more than launching the kernels that the call is for. Wherever nobody looks at operators, a
-`CustomOp` therefore calls the same functions as a plain `torch.autograd.Function`, or as they are if
-no gradient is needed. Under `torch.compile`, in a mode of torch (fake tensors, FLOP counting, vmap)
-and with other tensors than plain ones with data, it calls the library's operator.
+The library costs 50 to 200 µs of Python per call, more than launching a call's kernels. So a
+`CustomOp` calls the same function as a plain `torch.autograd.Function`, or as it is if no gradient is
+needed. Under `torch.compile`, in a mode of torch (fake tensors, FLOP counting, vmap) and for other
+tensors than plain ones with data it calls the library's operator.
 """
 
 from collections.abc import Callable
@@ -39,14 +37,10 @@ class CustomOp:
     ) -> None:
         define = torch.library.custom_op(name, mutates_args=mutates_args, schema=schema)
         self._op, self._run = define(run), run
-        self._opoverload = self._op._opoverload
+        self._opoverload, self.register_fake = self._op._opoverload, self._op.register_fake
         self._names = [argument.name for argument in self._opoverload._schema.arguments]
         self._mutated = [self._names.index(each) for each in mutates_args]
         self._function: type[torch.autograd.Function] | None = None
-
-    def register_fake(self, function: Function) -> Function:
-        """Registers the function that returns the operator's results without data."""
-        return self._op.register_fake(function)
 
     def register_autograd(self, backward: Function, *, setup_context: Function) -> None:
         """Registers the operator's gradients, as `torch.library.CustomOpDef` does."""
@@ -66,24 +60,21 @@ class CustomOp:
         if torch.compiler.is_compiling() or len(args) + len(named) != len(self._names):
             return self._op(*args, **named)
         args = (*args, *[named[name] for name in self._names[len(args) :]])
-        needs_gradient = False
+        needs_gradient = has_no_data = False
         for each in args:
             kind = type(each)
             if kind in _TENSORS:
                 needs_gradient |= each.requires_grad
+                has_no_data |= each.is_meta
             elif kind not in _VALUES:
                 return self._op(*args)
-        if not _is_eager(args) or _has_no_data(args):
+        if has_no_data or not _is_eager(args):
             return self._op(*args)
         if needs_gradient and torch.is_grad_enabled():
             return (self._op if self._function is None else self._function.apply)(*args)
         for place in self._mutated:  # kernels write without torch's knowledge
             torch.autograd.graph.increment_version(args[place])
         return self._run(*args)
-
-
-def _has_no_data(args: tuple[Any, ...]) -> bool:
-    return next(each for each in args if type(each) in _TENSORS).is_meta
 
 
 _known: dict[int, bool] = {}  # by the dispatcher's state
