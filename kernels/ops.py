@@ -1,4 +1,4 @@
-"""The expert operations as torch custom ops: schemas, fake and autograd registrations, FLOP formulas.
+"""The expert operations as torch operators: schemas, fake and autograd registrations, FLOP formulas.
 
 Meta-device dry runs, torch.compile and torch's FlopCounterMode therefore work. An op's arguments are
 the fields of its call (`MLPCall` or `LinearCall`, calls.py), in order. Each of the two operations has three ops:
@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .backend import implementation
 from .calls import Backend, Deferred, DeferringBackend, Into, LinearCall, MLPCall, RowGradients
+from .custom_op import custom_op
 from .gradients import gradient_sum
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str"}
@@ -58,7 +59,7 @@ class _Operation:
         record = ", ".join(f"{_SCHEMA_TYPES[f.type]} {f.name}" for f in fields(self._record))
         schema, name = f"({before}{record}) -> ({results})", f"moebius::routed_{self._kind}{end}"
         mutates = ("into",) if "into" in before else ()
-        return torch.library.custom_op(name, run, mutates_args=mutates, schema=schema)
+        return custom_op(name, mutates_args=mutates, schema=schema)(run)
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         return self._record(*arguments)
@@ -122,7 +123,7 @@ class _Operation:
 
     def _keep(self, ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         """Saves a call and its saved rows for the backward pass."""
-        values, saved = vars(self._call(inputs)), output[1]
+        values, saved = dict(zip(self._names, inputs, strict=True)), output[1]
         ctx.names = [name for name, value in values.items() if isinstance(value, Tensor)]
         ctx.others = {name: value for name, value in values.items() if name not in ctx.names}
         ctx.mark_non_differentiable(saved)

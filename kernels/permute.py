@@ -9,7 +9,6 @@ An order of None is the identity: with `per_expert` the routes are already in ex
 Legend: N routes, U source or target rows, D width.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 from .calls import SortedRoutes, Sorting
 from .cpu import lists
 from .cpu.library import handles
-from .triton.available import reason_against
+from .custom_op import custom_op
+from .triton.available import kernels, reason_against
 
 
 def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
@@ -35,10 +35,10 @@ def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> S
     return Sorting(*_sort_routes(expert_N, num_experts))
 
 
-@torch.library.custom_op("moebius::sort_routes", mutates_args=())
+@custom_op("moebius::sort_routes")
 def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if expert_N.device.type == "cuda" and reason_against("cuda", torch.float32) is None:
-        return import_module(".triton.routing", __package__).sort_routes(expert_N, num_experts)
+        return kernels("routing").sort_routes(expert_N, num_experts)
     if handles(expert_N, torch.int64):
         return lists.sort_by_expert(expert_N, num_experts)
     order_N = sort_by_expert(expert_N, num_experts)

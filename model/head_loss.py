@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from ..kernels.custom_op import custom_op
 from .layers import Linear, wide_dtype
 
 # per chunk: with fewer, summing the weight's gradient costs too much beside its products
@@ -123,7 +124,7 @@ def rows_of_chunk(vocab_size: int, device_type: str) -> int:
 # weight and bias in float32. They are empty unless wanted.
 
 
-@torch.library.custom_op("moebius::head_loss", mutates_args=())
+@custom_op("moebius::head_loss")
 def _head_loss(
     x: Tensor,
     weight: Tensor,

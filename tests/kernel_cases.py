@@ -1,12 +1,15 @@
 """Adversarial routings, and the comparison of a backend with the reference: values and all gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from moebius.kernels import custom_op
 from moebius.kernels.functional import routed_mlp
 from moebius.kernels.reference import columns_of
 from moebius.model.routing import (
@@ -278,3 +281,10 @@ def relative(ours: Tensor, expected: Tensor, *, at_least: float = 0.0) -> float:
     expected = expected.double().cpu()
     size = expected.norm().clamp(min=at_least)
     return ((ours.double().cpu() - expected).norm() / (size if size > 0 else 1)).item()
+
+
+@contextmanager
+def through_library() -> Iterator[None]:
+    """Calls every operator as it is called where a mode of torch looks at it."""
+    with mock.patch.object(custom_op, "_is_eager", return_value=False):
+        yield

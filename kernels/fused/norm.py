@@ -13,7 +13,6 @@ Legend: D columns; rows have any number of leading dimensions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import runs_triton
+from ..custom_op import custom_op
+from ..triton.available import kernels
 
 WIDEST = 8192  # columns: wider rows do not fit the registers of the backward pass
 Copied = Literal["normed", "total"]
@@ -179,9 +180,8 @@ class _AddNorm(torch.autograd.Function):
 # Operators: they return tensors only, so an omitted output is an empty tensor ---------------------
 
 
-@torch.library.custom_op(
+@custom_op(
     "moebius::add_norm",
-    mutates_args=(),
     schema="(Tensor x, Tensor? y, Tensor? weight, Tensor? bias, float eps, ScalarType low, "
     "bool normed, bool low_normed, bool low_total) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -192,7 +192,7 @@ def _add_norm(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *outputs, mean, inverse = _new_outputs(x, y, *wants)
     wanted = tuple(map(_wanted_rows, outputs))
     statistics = mean, inverse
-    _kernels().add_norm(_rows(x), _rows(y), weight_D, bias_D, eps, wanted, statistics)
+    kernels("norm").add_norm(_rows(x), _rows(y), weight_D, bias_D, eps, wanted, statistics)
     return *outputs, mean, inverse
 
 
@@ -202,9 +202,8 @@ def _(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     return _new_outputs(x, y, *wants)
 
 
-@torch.library.custom_op(
+@custom_op(
     "moebius::add_norm_backward",
-    mutates_args=(),
     schema="(Tensor total, Tensor? weight, Tensor mean, Tensor inverse, Tensor? of_total, "
     "Tensor? of_normed, Tensor? first, Tensor? second, bool second_is_normed, ScalarType? added, "
     "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -213,7 +212,7 @@ def _add_norm_backward(total: Tensor, weight_D: Tensor | None, *rest: Any) -> tu
     """Returns the gradients of x, y (empty if equal to x's), weight and bias."""
     mean, inverse, *gradients, second_is_normed, added, has_bias = rest
     d_x, d_y, d_weight, d_bias = _new_gradients(total, weight_D, added, has_bias)
-    _kernels().add_norm_backward(
+    kernels("norm").add_norm_backward(
         _rows(total),
         weight_D,
         (mean, inverse),
@@ -267,8 +266,3 @@ def _rows(x: Tensor | None) -> Tensor | None:
 def _wanted_rows(x: Tensor) -> Tensor | None:
     """Flattens an operator's result into rows; None for the empty tensor of an omitted one."""
     return _rows(x) if x.dim() > 1 else None
-
-
-def _kernels() -> Any:
-    """Imports the Triton kernels on first use."""
-    return import_module("..triton.norm", __package__)

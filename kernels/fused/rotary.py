@@ -10,13 +10,14 @@ operator and needs only the table.
 Legend: B sequences, S positions, H heads, C channels of a head, W of them rotated.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backend import runs_triton
+from ..custom_op import custom_op
+from ..triton.available import kernels
 
 
 def rotate_reference(
@@ -90,9 +91,8 @@ def rotate_pair(
     return _rotate_pair(q_BHSC, k_BHSC, cos, sin, scale, False)
 
 
-@torch.library.custom_op(
+@custom_op(
     "moebius::rotate_pair",
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, float scale, bool back) "
     "-> (Tensor, Tensor)",
 )
@@ -100,8 +100,7 @@ def _rotate_pair(
     q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
 ) -> tuple[Tensor, Tensor]:
     outputs = _new_like(q_BHSC), _new_like(k_BHSC)
-    kernels = import_module("..triton.rotary", __package__)
-    kernels.rotate_pair((q_BHSC, k_BHSC), (cos, sin), outputs, scale=scale, back=back)
+    kernels("rotary").rotate_pair((q_BHSC, k_BHSC), (cos, sin), outputs, scale=scale, back=back)
     return outputs
 
 

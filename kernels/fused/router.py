@@ -12,7 +12,6 @@ head, E = R·H·A experts, K experts chosen, S parts of the rows.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -22,8 +21,9 @@ from torch.utils.flop_counter import register_flop_formula
 from ..backend import resolve_backend
 from ..cpu import brgemm
 from ..cpu.library import call, handles
+from ..custom_op import custom_op
 from ..gradients import gradient_sum, shared_weights, sum_parts
-from ..triton.available import reason_against
+from ..triton.available import kernels, reason_against
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Gate = Literal["sigmoid", "softmax", "softmax_of_chosen"]
@@ -132,7 +132,7 @@ def route_top_k(
     return Routed(logits_TE.unflatten(1, (all_heads, -1)), experts_THK, gates_THK, sums_BHA)
 
 
-@torch.library.custom_op("moebius::route_top_k", mutates_args=())
+@custom_op("moebius::route_top_k")
 def _route_top_k(
     x_TD: Tensor,
     weight_ED: Tensor,
@@ -146,7 +146,7 @@ def _route_top_k(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns logits, experts, gates and sums (B, E), empty if not requested."""
     if by_triton(x_TD):
-        kernel = import_module("..triton.router", __package__).route_top_k
+        kernel = kernels("router").route_top_k
         return kernel(x_TD, weight_ED, given_THK, gate, top_k, heads, routers, num_sequences)
     assert routers == 1, "several routers need Triton's kernel"
     logits_TE = _logits(x_TD, weight_ED)
@@ -209,7 +209,7 @@ def _gradients(ctx: Any, grad_TE: Tensor | None, _experts: Any, *others: Tensor 
     return grad_x if wants_x else None, grad_weight, *(None,) * 7
 
 
-@torch.library.custom_op("moebius::route_top_k_backward", mutates_args=())
+@custom_op("moebius::route_top_k_backward")
 def _route_top_k_backward(
     x_TD: Tensor,
     weight_ED: Tensor,
@@ -228,8 +228,7 @@ def _route_top_k_backward(
     if by_triton(x_TD):
         given = grad_TE, grad_THK, grad_BE
         grads = tuple(None if each is None else each.contiguous() for each in given)
-        kernels = import_module("..triton.router_gradients", __package__)
-        found = kernels.route_top_k_backward(
+        found = kernels("router_gradients").route_top_k_backward(
             x_TD, weight_ED, made, grads, gate=gate, wants=(wants_x, wants_weight)
         )
         grad_x, grad_weight = (x_TD.new_empty(0) if grad is None else grad for grad in found)
@@ -282,8 +281,7 @@ def _logit_gradient(
 def _(x_TD: Tensor, weight_ED: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     (wants_x, wants_weight), num_parts = given[-2:], 1
     if by_triton(x_TD):
-        kernels = import_module("..triton.router_gradients", __package__)
-        num_parts = kernels.num_parts(len(x_TD), weight_ED)
+        num_parts = kernels("router_gradients").num_parts(len(x_TD), weight_ED)
     return (
         torch.empty_like(x_TD) if wants_x else x_TD.new_empty(0),
         x_TD.new_empty(num_parts, *weight_ED.shape) if wants_weight else x_TD.new_empty(0),
@@ -349,7 +347,7 @@ def softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
     return softmax_sums_reference(logits_THA, batch_size)
 
 
-@torch.library.custom_op("moebius::top_k", mutates_args=())
+@custom_op("moebius::top_k")
 def _top_k(scores: Tensor, count: int) -> Tensor:
     scores, width = scores.contiguous(), scores.shape[-1]
     places = torch.empty(*scores.shape[:-1], count, dtype=torch.int64)
@@ -363,7 +361,7 @@ def _(scores: Tensor, count: int) -> Tensor:
     return scores.new_empty(*scores.shape[:-1], count, dtype=torch.int64)
 
 
-@torch.library.custom_op("moebius::softmax_sums", mutates_args=())
+@custom_op("moebius::softmax_sums")
 def _softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
     logits_THA, threads = logits_THA.contiguous(), torch.get_num_threads()
     rows, heads, experts = logits_THA.shape
@@ -373,7 +371,7 @@ def _softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
     return sums_BHA
 
 
-@torch.library.custom_op("moebius::softmax_sums_gradient", mutates_args=())
+@custom_op("moebius::softmax_sums_gradient")
 def _softmax_sums_gradient(grad_BHA: Tensor, logits_THA: Tensor) -> Tensor:
     grad_BHA, logits_THA = grad_BHA.contiguous(), logits_THA.contiguous()
     batch, (rows, heads, experts) = len(grad_BHA), logits_THA.shape

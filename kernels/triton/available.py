@@ -1,7 +1,10 @@
 """Checks whether the Triton kernels can run here, without importing them."""
 
+import functools
 import os
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -11,6 +14,13 @@ _AMD = ("gfx942", "gfx950")  # they have tiles (tiles.py)
 INSTALL_LINE = 'pip install "triton>=3.6,<3.10"'
 
 
+@functools.cache
+def kernels(name: str) -> Any:
+    """Imports a module of this folder on first use: without Triton its import fails."""
+    return import_module(f".{name}", __package__)
+
+
+@functools.cache
 def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
     """Returns why the Triton kernels cannot run on a device in a dtype, or None if they can.
 

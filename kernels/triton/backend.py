@@ -36,7 +36,7 @@ from .grouped_gemm import (
     gathered_input_gradient,
     rows_product,
 )
-from .guard import launch, triton
+from .guard import cdiv, launch
 from .routing import SortedRows, plan_of, sum_rows
 from .tiles import Tile, choose
 from .weight_gradients import (
@@ -70,7 +70,7 @@ class TritonKernels(DeferringBackend):
         products.launch(
             gathered_activation,
             tile,
-            triton.cdiv(hidden_width, tile.columns),
+            cdiv(hidden_width, tile.columns),
             *(x_UD, products.rows.source_N, call.w_up_EDW, call.b_up_EW, saved, hidden),
             D=width_in,
             F=hidden_width,
@@ -94,7 +94,7 @@ class TritonKernels(DeferringBackend):
         d_z = torch.empty_like(saved)
         kind = "gather_back" if call.activation == "relu" else "gather_back_smooth"
         tile = products.tile(kind, columns=hidden_width, depth=width_out)
-        grad_gate = products.new_gate_gradient(triton.cdiv(hidden_width, tile.columns))
+        grad_gate = products.new_gate_gradient(cdiv(hidden_width, tile.columns))
         target_N, gate_N = products.rows.target_N, products.rows.gate_N
         products.launch(
             gathered_hidden_gradient,
@@ -131,7 +131,7 @@ class TritonKernels(DeferringBackend):
         products.launch(
             gathered_gate,
             tile,
-            triton.cdiv(width_out, tile.columns),
+            cdiv(width_out, tile.columns),
             *(x_UD, products.rows.source_N, call.w_EDO, products.rows.gate_N, saved, out_NO),
             call.order_N,
             D=width_in,
@@ -164,7 +164,7 @@ class TritonKernels(DeferringBackend):
             )
         else:
             tile = products.tile("gather_back", columns=width_in, depth=width_out)
-            grad_gate = products.new_gate_gradient(triton.cdiv(width_in, tile.columns))
+            grad_gate = products.new_gate_gradient(cdiv(width_in, tile.columns))
             products.launch(
                 gathered_input_gradient,
                 tile,

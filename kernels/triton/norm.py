@@ -13,7 +13,7 @@ Legend: T rows, D columns, P programs of the backward pass.
 import torch
 from torch import Tensor
 
-from .guard import launch, tl, triton
+from .guard import cdiv, launch, next_power_of_2, tl, triton
 
 _ELEMENTS = 2048  # of a program's tile, unless one row has more
 _PROGRAMS = 512  # of the backward pass; fixed, so that sums do not depend on the GPU
@@ -176,7 +176,7 @@ def add_norm(
     tile = _tile(width)
     launch(
         _add_norm,
-        triton.cdiv(num_rows, tile["ROWS"]),
+        cdiv(num_rows, tile["ROWS"]),
         *(x_TD, y_TD, weight_D, bias_D, *outputs, *statistics, num_rows),
         EPS=eps,
         WIDTH=width,
@@ -201,7 +201,7 @@ def add_norm_backward(
     """
     num_rows, width = s_TD.shape
     tile = _tile(width, backward=True)
-    programs = min(_PROGRAMS, triton.cdiv(num_rows, tile["ROWS"]))
+    programs = min(_PROGRAMS, cdiv(num_rows, tile["ROWS"]))
     partial = [
         None if out is None else s_TD.new_empty(programs, width, dtype=torch.float32)
         for out in parameters
@@ -217,7 +217,7 @@ def add_norm_backward(
     if weight_D is not None:
         launch(
             _sum_partial,
-            triton.cdiv(width, _SUM_COLUMNS),
+            cdiv(width, _SUM_COLUMNS),
             *(*partial, *parameters, programs),
             WIDTH=width,
             ROWS=_SUM_ROWS,
@@ -227,7 +227,7 @@ def add_norm_backward(
 
 def _tile(width: int, *, backward: bool = False) -> dict[str, int]:
     """Returns rows, columns and warps: 32 elements per thread, 16 in the backward pass."""
-    columns = max(16, triton.next_power_of_2(width))
+    columns = max(16, next_power_of_2(width))
     rows = max(1, _ELEMENTS // columns)
     per_warp = 512 if backward else 1024
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, rows * columns // per_warp)}

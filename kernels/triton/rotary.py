@@ -9,7 +9,7 @@ Legend: R rows, C channels of a head, W of them rotated.
 
 from torch import Tensor
 
-from .guard import launch, tl, triton
+from .guard import cdiv, launch, next_power_of_2, tl, triton
 
 _ELEMENTS = 2048  # of a program's tile of queries, and of keys
 
@@ -87,11 +87,11 @@ def rotate_pair(
     """
     (batch, heads, length, channels), width = pair[0].shape, table[0].shape[-1]
     num_rows = batch * heads * length
-    columns = max(16, triton.next_power_of_2(channels))
+    columns = max(16, next_power_of_2(channels))
     rows = max(1, _ELEMENTS // columns)
     launch(
         _rotate_pair,
-        triton.cdiv(num_rows, rows) if channels else 0,
+        cdiv(num_rows, rows) if channels else 0,
         *pair,
         *(each.contiguous() for each in table),
         *outputs,

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import once_per_pass
-from .guard import INTERPRETED, launch, tl, triton
+from .guard import INTERPRETED, cdiv, launch, next_power_of_2, tl, triton
 from .tiles import Tile, round_up, router_tile, target
 
 BOUND = 2.0**-14  # largest error of a logit, times Σ|x·w|
@@ -305,11 +305,11 @@ def route_top_k(
     if num_sequences and num_rows % (num_sequences * tile.rows) == 0:  # a block is of one sequence
         sums = x_TD.new_empty(num_rows // tile.rows, num_experts)
     parts_2ED = once_per_pass(("split", tile), partial(_split_weights, tile=tile), weight_ED)
-    bins = max(16, triton.next_power_of_2(per_head))
-    lines = triton.next_power_of_2(tile.rows * all_heads)
+    bins = max(16, next_power_of_2(per_head))
+    lines = next_power_of_2(tile.rows * all_heads)
     launch(
         route,
-        triton.cdiv(num_rows, tile.rows),
+        cdiv(num_rows, tile.rows),
         x_TD,
         parts_2ED,
         given,
@@ -326,9 +326,9 @@ def route_top_k(
         GATE=gate,
         WIDTH=parts_2ED.shape[2],
         SELECT=max(1, min(lines, _SELECTED * tile.warps // bins)),
-        CHUNKS=triton.cdiv(bins, 32),
+        CHUNKS=cdiv(bins, 32),
         LANES=min(bins, 32),
-        SLOTS=triton.next_power_of_2(top_k),
+        SLOTS=next_power_of_2(top_k),
         STRIP=max(1, min(tile.rows, _SELECTED * tile.warps // bins)),
         EMULATED=INTERPRETED,
         **tile.options(),
@@ -347,7 +347,7 @@ def _split_weights(weight_ED: Tensor, *, tile: Tile) -> Tensor:
     parts_2ED = new_parts(weight_ED, rows, columns)
     launch(
         _split,
-        triton.cdiv(parts_2ED[0].numel(), _SPLIT),
+        cdiv(parts_2ED[0].numel(), _SPLIT),
         weight_ED,
         parts_2ED,
         E=num_experts,

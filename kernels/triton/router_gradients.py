@@ -27,7 +27,7 @@ parts of the rows. A line is one head of one row.
 
 from torch import Tensor
 
-from .guard import INTERPRETED, launch, tl, triton
+from .guard import INTERPRETED, cdiv, launch, next_power_of_2, tl, triton
 from .router import new_parts, round_to_bfloat16, split_block
 from .tiles import Tile, round_up, router_gradient_tiles, rows_of_part, target, tiles_of_weights
 
@@ -266,7 +266,7 @@ def num_parts(num_rows: int, weight_ED: Tensor) -> int:
     """Returns S."""
     num_experts, width = weight_ED.shape
     _, tile = _tiles(num_rows, num_experts, width)
-    return max(1, triton.cdiv(num_rows, rows_of_part(num_rows, num_experts, width, tile)))
+    return max(1, cdiv(num_rows, rows_of_part(num_rows, num_experts, width, tile)))
 
 
 def _logit_gradient(
@@ -287,10 +287,10 @@ def _logit_gradient(
     heads *= routers
     num_experts, width = weight_ED.shape
     g_2TG = new_parts(gates, num_rows, deep)
-    columns = triton.next_power_of_2(num_experts // heads)
+    columns = next_power_of_2(num_experts // heads)
     lines = max(1, _ELEMENTS // columns)
-    blocks = triton.cdiv(num_rows * heads, lines)
-    split = 0 if parts_2GW is None else triton.cdiv(parts_2GW[0].numel(), _ELEMENTS)
+    blocks = cdiv(num_rows * heads, lines)
+    split = 0 if parts_2GW is None else cdiv(parts_2GW[0].numel(), _ELEMENTS)
     launch(
         logit_gradient,
         blocks + split,
@@ -316,8 +316,8 @@ def _logit_gradient(
         WIDTH=0 if parts_2GW is None else parts_2GW.shape[2],
         LINES=lines,
         COLUMNS=columns,
-        SLOTS=triton.next_power_of_2(top_k),
-        PADDING=triton.next_power_of_2(deep - num_experts) if deep > num_experts else 0,
+        SLOTS=next_power_of_2(top_k),
+        PADDING=next_power_of_2(deep - num_experts) if deep > num_experts else 0,
         BLOCK=_ELEMENTS,
         EMULATED=INTERPRETED,
     )
@@ -329,7 +329,7 @@ def _row_gradient(g_2TG: Tensor, parts_2GW: Tensor, x_TD: Tensor, tile: Tile) ->
     num_rows, width = x_TD.shape
     launch(
         row_gradient,
-        triton.cdiv(num_rows, tile.rows) * triton.cdiv(width, tile.columns),
+        cdiv(num_rows, tile.rows) * cdiv(width, tile.columns),
         g_2TG,
         parts_2GW,
         grad_TD,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..calls import SortedRoutes
-from .guard import launch, tl, triton
+from .guard import cdiv, launch, next_power_of_2, tl, triton
 
 # routes per program of the sort: comparing all pairs of a block stays in registers
 _BLOCK = 256
@@ -133,7 +133,7 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     Stable, and without host synchronisation.
     """
     expert_N, num_routes = expert_N.contiguous(), expert_N.shape[0]
-    num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
+    num_blocks = max(1, cdiv(num_routes, _BLOCK))
     order_N, place_N, starts_E1, counts_EB, totals_E = (
         torch.empty(shape, dtype=torch.int32, device=expert_N.device)
         for shape in (
@@ -145,7 +145,7 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         )
     )
     totals_E.zero_()
-    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts + 1))
+    bins = max(_LEAST_BINS, next_power_of_2(num_experts + 1))
     numbers = (num_routes, num_blocks)
     launch(
         _histogram,
@@ -233,15 +233,15 @@ def _tile_table(
 def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -> TileTable:
     """Cuts each expert's rows into tiles of `rows`; `least`=1 gives empty experts one empty tile."""
     num_experts = starts_E1.shape[0] - 1
-    length = triton.cdiv(num_rows, rows) + num_experts
+    length = cdiv(num_rows, rows) + num_experts
     expert_L, first_L, slot_L, slots_E1 = (
         starts_E1.new_empty(n) for n in (length, length, length, num_experts + 1)
     )
-    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
+    bins = max(_LEAST_BINS, next_power_of_2(num_experts))
     entries = max(1, min(64, _COMPARISONS // bins))
     launch(
         _tile_table,
-        triton.cdiv(length, entries),
+        cdiv(length, entries),
         starts_E1,
         expert_L,
         first_L,
@@ -307,7 +307,7 @@ def sorted_rows(routes: SortedRoutes) -> SortedRows:
     given = (routes.order_N, routes.source_N, routes.target_N, routes.weight_N)
     launch(
         _sorted_rows,
-        triton.cdiv(num_routes, _SCAN),
+        cdiv(num_routes, _SCAN),
         *(None if values is None else values.contiguous() for values in given),
         source_N,
         target_N,
@@ -415,13 +415,13 @@ def sum_rows(outputs_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row:
         return outputs_NO
     out_UO = outputs_NO.new_empty(num_rows, outputs_NO.shape[1])
     width = outputs_NO.shape[1]
-    columns = min(_COLUMNS, max(16, triton.next_power_of_2(width)))
-    tiles = triton.cdiv(width, columns)
+    columns = min(_COLUMNS, max(16, next_power_of_2(width)))
+    tiles = cdiv(width, columns)
     if per_row:
         rows = max(1, _ELEMENTS // columns)
         launch(
             _sum_equal,
-            triton.cdiv(num_rows, rows) * tiles,
+            cdiv(num_rows, rows) * tiles,
             outputs_NO,
             out_UO,
             num_rows,

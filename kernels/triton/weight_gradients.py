@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .grouped_gemm import factor, smooth
-from .guard import launch, tl, triton
+from .guard import cdiv, launch, next_power_of_2, tl, triton
 from .routing import TileTable, tile_table
 from .tiles import Tile, choose
 
@@ -242,7 +242,7 @@ def cut_work(starts_CE1: Sequence[Tensor], num_rows: int, *, tiles: int) -> Work
         else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
     )
     num_experts = total_starts.shape[0] - 1
-    chunk = triton.next_power_of_2(2 * triton.cdiv(num_rows, num_experts))
+    chunk = next_power_of_2(2 * cdiv(num_rows, num_experts))
     while chunk > _LEAST_CHUNK and tiles * max(num_experts, num_rows // chunk) < _PROGRAMS:
         chunk //= 2
     chunk = max(_LEAST_CHUNK, chunk)
@@ -261,7 +261,7 @@ def tile_of(weights: Tensor, num_rows: int, activation: str | None) -> tuple[Til
     if tall < wide:  # the longer side along the wider operand
         tile = replace(tile, rows=tile.columns, columns=tile.rows)
     tile = tile.fit(rows=tall, columns=wide)
-    return tile, triton.cdiv(tall, tile.rows) * triton.cdiv(wide, tile.columns)
+    return tile, cdiv(tall, tile.rows) * cdiv(wide, tile.columns)
 
 
 def ragged_gradient(
@@ -310,7 +310,7 @@ def ragged_gradient(
         size = tall * wide
         launch(
             _add_chunks,
-            num_experts * triton.cdiv(size, 1024),
+            num_experts * cdiv(size, 1024),
             chunks,
             out,
             table.slots_E1,
@@ -407,10 +407,10 @@ def segment_sums(
     """Computes a bias's gradient, Σ gate · rows over each expert's rows, (E, O)."""
     width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
     out = rows.new_empty(num_experts, width)
-    columns = min(128, max(16, triton.next_power_of_2(width)))
+    columns = min(128, max(16, next_power_of_2(width)))
     launch(
         _sum_segments,
-        num_experts * triton.cdiv(width, columns),
+        num_experts * cdiv(width, columns),
         rows,
         row_index_N,
         gate_N,

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import pkgutil
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,20 @@ def test_every_benchmark_can_be_imported() -> None:
     assert "benchmarks.gpu.ceilings" in names
     for name in names:
         importlib.import_module(name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile the device")
+@pytest.mark.skipif("+cpu" not in torch.__version__, reason="torch has a device of its own")
+def test_launches_and_the_host_s_time(tmp_path: Path) -> None:
+    words = ["--recipes", "dense_44m", "--steps", "1", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks.host", *words], cwd=ROOT, check=True)
+    found = json.loads((tmp_path / "host_step.json").read_text())
+    assert found["host_ms"]["dense_44m"]["least"] > 0
+    counts = found["launches"]["dense_44m"]
+    assert set(counts) == {"unlogged", "logged"}
+    assert counts["unlogged"]["triton"]["_add_norm"] > 0
+    assert counts["unlogged"]["torch"]["model/head_loss.py"] > 0
 
 
 def gloo_rows() -> list[gloo_table.Row]:

@@ -22,7 +22,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
-    cached = (backend.reason_against, backend._fastest)
+    cached = (backend.reason_against, backend._fastest, triton.reason_against)
     for each in cached:
         each.cache_clear()
     yield
@@ -64,11 +64,15 @@ def test_grouped_mm_is_refused_in_other_dtypes(device: str, dtype: torch.dtype) 
 def test_triton_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(triton, "find_spec", lambda name: name)
-    monkeypatch.setattr(triton, "lacking", lambda device_type: None)
+    searched = list[str]()
+    monkeypatch.setattr(triton, "lacking", searched.append)  # for a compiler, which takes long
     assert triton.reason_against("meta", BF16) is None
-    assert triton.reason_against("cuda", BF16) is None
+    for _ in range(3):  # routers and sorts ask for every call
+        assert triton.reason_against("cuda", BF16) is None
+    assert searched == ["cuda"]
     assert "the weights are on cpu" in str(triton.reason_against("cpu", F32))
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    triton.reason_against.cache_clear()
     reason = triton.reason_against("cuda", BF16)
     assert reason == f"Triton is not installed: {triton.INSTALL_LINE}"
 
@@ -98,7 +102,7 @@ def test_a_gpu_without_a_compiler_is_known_before_the_first_launch(
 @pytest.mark.usefixtures("no_compiler")
 def test_routes_are_sorted_by_torch_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backend sorts: without Triton's kernels and C++ torch's operations do."""
-    monkeypatch.setattr(permute, "import_module", lambda *_: pytest.fail("Triton is asked"))
+    monkeypatch.setattr(permute, "kernels", lambda _: pytest.fail("Triton is asked"))
     monkeypatch.setattr(permute, "handles", lambda *_: False)
     assert permute.reason_against("cuda", F32) is not None
     sorting = permute.sort_routes(torch.tensor([2, 0, 2, 1, 0]), 3)

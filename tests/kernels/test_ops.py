@@ -61,7 +61,7 @@ def test_the_ops_are_well_behaved_custom_operators(
     zeros = [torch.zeros_like(w) for w in leaves[1:3]]
     calls += [(ops.MLP.backward, given | {"into": zeros})]
     for operator, values in calls:
-        torch.library.opcheck(operator, arguments(operator, values), test_utils=checks)
+        torch.library.opcheck(operator._opoverload, arguments(operator, values), test_utils=checks)
 
 
 def test_gradients_of_rows_alone_have_their_shapes_without_data() -> None:

@@ -195,10 +195,12 @@ def test_the_operators_are_well_behaved() -> None:
     total, _, _, _, mean, inverse = operators._add_norm(*given, 1e-5, HALF, True, True, True)
     checks = ("test_schema", "test_faketensor")
     for flags in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(operators._add_norm, (*given, 1e-5, HALF, *flags), test_utils=checks)
+        torch.library.opcheck(
+            operators._add_norm._opoverload, (*given, 1e-5, HALF, *flags), test_utils=checks
+        )
     for added in (None, FLOAT, HALF):
         torch.library.opcheck(
-            operators._add_norm_backward,
+            operators._add_norm_backward._opoverload,
             (total, given[2], mean, inverse, total, total, None, total.half(), False, added, True),
             test_utils=checks,
         )

@@ -116,7 +116,7 @@ def test_back_is_the_inverse_and_the_operator_is_well_behaved() -> None:
     leaves = [LAYOUTS["transposed"](x).requires_grad_() for x in pair]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        operators._rotate_pair, (*leaves, *table, SCALE, False), test_utils=checks
+        operators._rotate_pair._opoverload, (*leaves, *table, SCALE, False), test_utils=checks
     )
 
 
