@@ -64,7 +64,7 @@ class CudaDriver:
     """Captures CUDA graphs on one side stream, into one pool of memory."""
 
     def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = torch.cuda.Stream(), None
         self._last: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self, run: Pass) -> MicroBatchLoss:
@@ -87,6 +87,7 @@ class CudaDriver:
         """
         # After a failed capture the allocator still asks the graph which stream it was on.
         graph = self._last = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # what eager passes leave would lie beside the pool
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # also after a failed capture
