@@ -151,7 +151,7 @@ def global_grad_norm(
     sums = torch.zeros(1 + len(numbers), dtype=torch.float64, device=_device(parameters))
     sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
     for place, number in enumerate(numbers, start=1):
-        sums[place] = number
+        sums[place].fill_(number)
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
     sums[0].sqrt_()

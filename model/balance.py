@@ -23,6 +23,7 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch import Tensor
 from ..kernels.fused.router import softmax_sums
 from ..plugins import Registry
 from .documents import DocumentRows
+from .layers import literal
 from .routing import Mixture, Routes, Routing
 
 BALANCE = Registry(
@@ -45,7 +47,8 @@ class RunningSum:
     """Sums statistics over the micro-batches of one optimizer step, and over ranks.
 
     Global balancing losses read it. With gradient accumulation, micro-batch j sees the choices of
-    micro-batches 1 … j, because later ones have not been routed yet.
+    micro-batches 1 … j, because later ones have not been routed yet. The sums stay in the same
+    memory, so that a recorded pass adds to them when it is repeated.
     """
 
     def __init__(
@@ -53,24 +56,28 @@ class RunningSum:
         over_ranks: Callable[[Tensor], Tensor] = lambda local: local,
         *,
         prefix: str = "",
-        totals: dict[str, Tensor] | None = None,
+        totals: dict[Any, Tensor] | None = None,
     ) -> None:
         """Takes `over_ranks`, which sums a small tensor over all ranks; the default is one rank."""
         self._over_ranks, self._prefix = over_ranks, prefix
-        self._totals: dict[str, Tensor] = {} if totals is None else totals
+        self._totals: dict[Any, Tensor] = {} if totals is None else totals
 
     def reset(self) -> None:
-        """Clears all sums at the start of an optimizer step."""
-        self._totals.clear()
+        """Sets all sums to 0 at the start of an optimizer step."""
+        if self._totals:
+            torch._foreach_zero_([*self._totals.values()])  # pyright: ignore[reportPrivateImportUsage]
 
     def add(self, name: str, local: Tensor) -> Tensor:
         """Adds a detached tensor to the sum under `name`, and returns the sum so far.
 
         Collective across ranks.
         """
-        key, added = self._prefix + name, self._over_ranks(local.detach())
-        self._totals[key] = self._totals[key] + added if key in self._totals else added
-        return self._totals[key]
+        added = self._over_ranks(local.detach())
+        # A model that was cast or moved since has other sums.
+        key = (self._prefix + name, added.dtype, added.device)
+        if key not in self._totals:
+            self._totals[key] = torch.zeros_like(added)
+        return self._totals[key].add_(added)
 
     def named(self, prefix: str) -> "RunningSum":
         """Returns a view of the same sums under a prefix, one for each router."""
@@ -310,6 +317,22 @@ def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) 
 
 
 @dataclass(frozen=True)
+class Choices:
+    """Lists which expert serves which row, a pair for each of N routes."""
+
+    expert_N: Tensor
+    row_N: Tensor | None  # None: row after row, equally many routes each
+    num_rows: int
+    num_experts: int
+
+    def of_rows(self, value_T: Tensor) -> Tensor:
+        """Returns the values of the routes' rows, (N,)."""
+        if self.row_N is not None:
+            return value_T[self.row_N]
+        return value_T.repeat_interleave(len(self.expert_N) // max(self.num_rows, 1))
+
+
+@dataclass(frozen=True)
 class RouterReport:
     """Reports one router's decisions in one depth step."""
 
@@ -321,7 +344,7 @@ class RouterReport:
     wanted: int | None  # requested routes; None: equal to the served ones
     # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
     gate_sum: Tensor
-    chosen_TE: Tensor | None = None  # bool: which experts serve a row; None: not asked for
+    choices: Choices | None = None  # which experts serve which rows; None: not asked for
 
 
 def report_routing(
@@ -338,17 +361,15 @@ def report_routing(
     if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
         wanted = num_rows * routing.wanted_TK.shape[1:].numel()
-    chosen_TE = None
+    choices = None
     if marks:
-        index_N = routes.target_N * routes.num_experts + routes.expert_N
-        shape = routes.num_targets, routes.num_experts
-        chosen = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device)
-        chosen_TE = chosen.index_fill_(0, index_N, True).view(shape)
+        row_N = None if routes.per_target else routes.target_N
+        choices = Choices(routes.expert_N, row_N, routes.num_targets, routes.num_experts)
     load_N, starts_N1 = None, routes.known_starts()
     if starts_N1 is None:
         load_N = routes.counts()
     gate_sum = routes.weight_N.detach().sum()
-    return RouterReport(sums, load_N, starts_N1, wanted, gate_sum, chosen_TE)
+    return RouterReport(sums, load_N, starts_N1, wanted, gate_sum, choices)
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -392,7 +413,8 @@ def collect_loads(
 
 def _load_of_layers(load: DepthLoad, members: Sequence[int]) -> DepthLoad:
     layers = sorted(set(members))
-    index_L = torch.tensor([layers.index(member) for member in members]).to(load.load_LN.device)
+    index = tuple(layers.index(member) for member in members)
+    index_L = literal(index, torch.int64, load.load_LN.device)
 
     def added(value_L: Tensor) -> Tensor:
         zeros = value_L.new_zeros(len(layers), *value_L.shape[1:])

@@ -54,7 +54,7 @@ class Layer(nn.Module):
         self, config: ModelConfig, initializers: Initializers, member: int, *, backend: str
     ) -> None:
         super().__init__()
-        self.norm = config.norm
+        self.norm, self._has_own_parts = config.norm, bool(config.own_parts)
         self.backend = backend
         new_norm = partial(make_norm, config.norm_layer, config.norm_eps)
         self.attention_norm = new_norm(config.d_model)
@@ -111,7 +111,9 @@ class Layer(nn.Module):
         unhalted = context.unhalted
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
         step, before = partial(self._step, replace(context, unhalted=None)), self._router_states()
-        found = run_recomputed(context.recompute, self, step, x_BSD, *halting)
+        found = run_recomputed(
+            context.recompute, self, step, x_BSD, *halting, reset_generators=self._has_own_parts
+        )
         if (after := self._router_states()) != before:
             changed = next(key for key in after if after[key] != before.get(key))
             raise PluginError(

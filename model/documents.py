@@ -30,6 +30,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .layers import on_device
+
 PADDING = -1
 
 
@@ -140,17 +142,18 @@ def mark_documents(
     length_X = torch.diff(first_X, append=torch.tensor([num_rows]))
     positions_BS = offsets = rows = None
     if attention:
-        positions_BS = (torch.arange(num_rows) - first_X[run_T]).view_as(ids_BS).to(device)
+        positions_T = torch.arange(num_rows) - first_X[run_T]
+        positions_BS = on_device(positions_T.view_as(ids_BS), device)
         if num_rows and has_varlen_attention(device):
-            offsets = torch.cat((first_X, torch.tensor([num_rows]))).int().to(device)
+            offsets = on_device(torch.cat((first_X, torch.tensor([num_rows]))).int(), device)
     real_T = ids_BS.flatten() >= 0
     padded = not bool(real_T.all())
     if padded or balance:
         count_B = real_T.view_as(ids_BS).sum(1).float()
-        rows = DocumentRows(num_rows, int(count_B.sum()), count_B.to(device))
+        rows = DocumentRows(num_rows, int(count_B.sum()), on_device(count_B, device))
     if rows is not None and padded:
         real_R = real_T.nonzero().squeeze(1)
-        rows = replace(rows, real_R=real_R.to(device), real_T=real_T.to(device))
+        rows = replace(rows, real_R=on_device(real_R, device), real_T=on_device(real_T, device))
     if rows is not None and balance:
         real_X = real_T[first_X]
         length_D = length_X[real_X]
@@ -160,9 +163,9 @@ def mark_documents(
         length_DB[torch.arange(len(length_D)), sequence_D] = length_D.float()
         rows = replace(
             rows,
-            document_T=document_T.to(device),
-            length_D=length_D.to(device),
-            length_DB=length_DB.to(device),
+            document_T=on_device(document_T, device),
+            length_D=on_device(length_D, device),
+            length_DB=on_device(length_DB, device),
         )
     longest = int(length_X.max()) if num_rows else 0
     return Documents(positions_BS, offsets, longest, rows, ids_BS)

@@ -1,5 +1,7 @@
 """Small parts: norms, matrices, the dense feed-forward, rotary positions."""
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +71,22 @@ def make_norm(kind: str, eps: float | None, width: int) -> nn.Module:
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of norms, routers and the residual: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copies values from the host to a device without waiting for the work queued there."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def literal(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tuple of numbers as a tensor, which is copied to a device once per process.
+
+    For numbers that depend on the configuration alone: a pass then copies nothing from the host.
+    """
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def own_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -157,7 +175,8 @@ def rotary_table(positions: Tensor, width: int, rotary: RotaryConfig) -> RotaryT
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)
     speeds = rotary.base ** (-exponents / max(width, 1))
     if rotary.yarn is not None:
-        speeds = speeds * speeds.new_tensor(rotary.yarn.speeds(width, rotary.base))
+        slowed = tuple(rotary.yarn.speeds(width, rotary.base))
+        speeds = speeds * literal(slowed, speeds.dtype, speeds.device)
     angles = positions[..., None] * speeds
     cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .balance import RouterReport, RunningSum, add_sums, pooled_balance
 from .config.model_config import ModelConfig
 from .execution.depth_losses import DepthStates, WeightedLoss
-from .layers import wide_dtype
+from .layers import on_device, wide_dtype
 from .loops.exits import expected_loss, mean_of_real
 from .loops.steps import DepthSteps
 from .routers.router import ChoiceRouter, Router
@@ -36,7 +36,7 @@ class Targets:
         """Returns the flat positions of the counted targets, int64; None: all."""
         if self.mask_BS is None:
             return None
-        return self.mask_BS.flatten().nonzero().squeeze(1).to(self.tokens_BS.device)
+        return on_device(self.mask_BS.flatten().nonzero().squeeze(1), self.tokens_BS.device)
 
 
 class Losses:
@@ -159,7 +159,7 @@ class Losses:
 
         counted_BS = self._steps.real_BS if given.mask_BS is None else given.mask_BS
         if counted_BS is not None:
-            counted_BS = counted_BS.to(given.tokens_BS.device)
+            counted_BS = on_device(counted_BS, given.tokens_BS.device)
         loss, entropy_BS, loops_BS = expected_loss(gates, rows, loss_of)
         weight = -(self._config.loops.exit_entropy or 0.0)
         self.add("exit_entropy", weight, mean_of_real(entropy_BS, counted_BS))

@@ -16,6 +16,7 @@ from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
 from ..model.documents import Documents
 from ..model.execution.precision import forward_in, products_dtype
+from ..model.layers import on_device
 from ..model.loops.exits import ExitRule
 from ..model.loops.steps import PassOptions
 from ..model.transformer import Transformer
@@ -95,9 +96,9 @@ def read_rows(
     ):
         valid_B1 = torch.from_numpy(batch.valid)[:, None]
         mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
-        tokens_BS, targets_BS = use.split(torch.from_numpy(batch.tokens).to(device))
+        tokens_BS, targets_BS = use.split(on_device(torch.from_numpy(batch.tokens), device))
         asked_BS = valid_B1.expand(tokens_BS.shape)
-        counted_BS = asked_BS.to(device)
+        counted_BS = on_device(asked_BS, device)
         if documents is not None and documents.real_BS is not None:
             counted_BS = counted_BS & documents.real_BS
         yield Rows(
@@ -162,7 +163,7 @@ def evaluate(
         losses = F.cross_entropy(
             output.logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none"
         )
-        asked_BS = rows.asked_BS.to(process.device)
+        asked_BS = on_device(rows.asked_BS, process.device)
         # not by index, whose length the host would wait for
         losses_BS = losses.view_as(asked_BS).where(asked_BS, 0.0)
         sums[0] += losses_BS.sum(1, dtype=torch.float64).sum()

@@ -10,6 +10,7 @@ because experts serve prompts and answers alike. Only the exits' entropy covers 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..model.balance import DepthLoad
@@ -95,9 +96,10 @@ def micro_batch_loss(
     else:
         cross_entropy = output.cross_entropy / max(global_targets, 1)
     regularisation = output.regularisation_B.sum() / global_sequences
-    auxiliary = {
-        name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()
-    }
+    auxiliary: dict[str, Tensor] = {}
+    if output.auxiliary:  # together, because a logged step has dozens
+        sums = torch.stack([*output.auxiliary.values()]).sum(1) / global_sequences
+        auxiliary = dict(zip(output.auxiliary, sums.unbind(), strict=True))
     return MicroBatchLoss(
         loss=cross_entropy + regularisation,
         cross_entropy=cross_entropy.detach(),

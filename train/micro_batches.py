@@ -30,7 +30,8 @@ from torch import Tensor
 from ..data_pipeline.read.loader import Batch
 from ..distributed.process.process import Process
 from ..model.documents import Documents, mark_documents
-from ..model.execution.draws import Draws
+from ..model.execution.draws import Draws, draws_of
+from ..model.layers import on_device
 from ..model.loops.depth import depths_of_step, loops_of
 from ..model.loops.steps import PassOptions
 from .config.run_config import Config
@@ -114,7 +115,7 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
     Raises:
         ValueError: the run must respect documents, and the batch has none.
     """
-    rows_ABS1 = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+    rows_ABS1 = on_device(torch.from_numpy(batch.tokens), device)
     found = []
     for index, rows_BS1 in enumerate(rows_ABS1):
         mask = None if batch.loss_mask is None else batch.loss_mask[index]
@@ -166,7 +167,7 @@ def options_of_passes(
     return [
         PassOptions(
             depth=depth,
-            draws=draws_of(seed, step, process.rank * num_passes + place, rows, process.device),
+            draws=pass_draws(seed, step, process.rank * num_passes + place, rows, process.device),
             recompute=config.train.recompute,
             equal_rows=micro_batch.equal_rows and depth.of_sequence is None,
         )
@@ -174,9 +175,9 @@ def options_of_passes(
     ]
 
 
-def draws_of(seed: int, step: int, index: int, rows: int, device: torch.device) -> Draws:
+def pass_draws(seed: int, step: int, index: int, rows: int, device: torch.device) -> Draws:
     """Returns the random numbers of the step's `index`-th micro-batch of `rows` over all ranks."""
-    return Draws(f"{seed}/{step}", torch.arange(index * rows, (index + 1) * rows, device=device))
+    return draws_of(f"{seed}/{step}", torch.arange(index * rows, (index + 1) * rows, device=device))
 
 
 def depth_facts(config: Config) -> dict[str, str]:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...model.execution.recompute import save_combine, save_decision
+from ...model.layers import on_device
 from ...model.moe import Dispatched
 from ...model.routing import Routes
 from .alltoall import RowSharingDispatcher
@@ -110,7 +111,8 @@ class AllGatherDispatcher(RowSharingDispatcher):
 
     def _sizes(self, x_UD: Tensor, routes: Routes, rank_N: Tensor) -> list[list[int]]:
         """Reads each rank's numbers of rows, targets, routes, and routes per destination."""
-        here = rank_N.new_tensor([len(x_UD), routes.num_targets, len(rank_N)])
+        sizes = torch.tensor([len(x_UD), routes.num_targets, len(rank_N)])
+        here = on_device(sizes, rank_N.device)
         served_P = torch.zeros(self.communicator.num_ranks, dtype=torch.int64, device=rank_N.device)
         served_P.scatter_add_(0, rank_N, torch.ones_like(rank_N))
         counters = self.setup.counters

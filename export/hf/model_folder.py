@@ -34,7 +34,6 @@ from ...distributed.checkpoint.format import (
 from ...distributed.checkpoint.writing import write_synced
 from ...evaluation.restore import checkpoint_config
 from ...model.config.model_config import ModelConfig
-from ...plugins import is_own
 from ...train.config.run_config import Config, ConfigError
 from ..safetensors import (
     DTYPES,
@@ -232,13 +231,7 @@ def check_promises(model: ModelConfig) -> None:
         ConfigError: names a broken promise, or a part of the user's own that transformers has no
             code for.
     """
-    parts = {
-        "model.attention.kind": model.attention.kind,
-        "model.feed_forward.activation": model.feed_forward.activation,
-        "model.norm_layer": model.norm_layer,
-        "model.feed_forward.router.kind": model.experts.router.kind if model.experts else "",
-    }
-    if own := [f"{key}={name!r}" for key, name in parts.items() if is_own(name)]:
+    if own := [f"{key}={name!r}" for key, name in model.own_parts.items()]:
         raise ConfigError(
             f"{' and '.join(own)} cannot be exported to Hugging Face, because the folder holds only "
             "moebius' own code; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"

@@ -65,7 +65,7 @@ class DepthContext:
     documents: Documents | None = None
     residual_scale: float = 1.0  # of what the layer adds to the residual stream
     draws: Draws | None = None  # of the random numbers; None: in evaluation
-    marks_choices: bool = False  # whether the feed-forward's report has `chosen_TE`
+    marks_choices: bool = False  # whether the feed-forward's report has `choices`
     recompute: Recompute = "none"  # what the backward pass keeps; a cache is never recomputed
     equal_rows: bool = (
         False  # all ranks of an EP group give equally many rows, none of them padding

@@ -280,6 +280,17 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return self.experts is not None and self.experts.is_sparse(member, self.layers_per_group)
 
     @property
+    def own_parts(self) -> dict[str, str]:
+        """Returns the user's own parts that layers are made of, `module:name` by key."""
+        parts = {
+            "model.attention.kind": self.attention.kind,
+            "model.feed_forward.activation": self.feed_forward.activation,
+            "model.norm_layer": self.norm_layer,
+            "model.feed_forward.router.kind": self.experts.router.kind if self.experts else "",
+        }
+        return {key: name for key, name in parts.items() if is_own(name)}
+
+    @property
     def sparse_members(self) -> tuple[int, ...]:
         """Returns the group members whose feed-forward has experts."""
         return tuple(member for member in range(self.layers_per_group) if self.has_experts(member))

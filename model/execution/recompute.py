@@ -11,8 +11,8 @@ expert, ranks would disagree about how many rows to exchange. So every decision 
 `skip_combine` start exchanges, and their sum goes through `save_combine`. Side effects (counters,
 checks) ask `recomputing`. Without recomputation all of them only call their argument.
 
-The generators are reset so that the second run sees the same random numbers. Both runs must draw
-equally many, so draw beside `save_decision`, never inside.
+Both runs draw the same numbers (draws.py), and equally many, so draw beside `save_decision`, never
+inside. For a user's own part, which may draw otherwise, torch's generators are reset.
 
 The second run begins when the backward pass enters the step, not when the first tensor is missing.
 With `full` it exchanges rows, so its place among the backward pass's exchanges must not depend on
@@ -145,11 +145,14 @@ def run_recomputed(
     step: Callable[..., tuple[Tensor, T]],
     x: Tensor,
     *others: Tensor,
+    reset_generators: bool = False,
 ) -> tuple[Tensor, T]:
     """Returns step(x, *others), and recomputes its activations in the backward pass.
 
     `step` is a method of `layer`. The second run sees the first run's weights, including
     low-precision copies set from outside. Hooks on `layer` run once, outside of this call.
+    `reset_generators`: it also sees the first run's torch generators, whose state a pass that is
+    recorded cannot read.
     """
     copies: dict[str, Tensor] = {
         f"layer.{name}": weight
@@ -166,7 +169,14 @@ def run_recomputed(
         return _BeginBackward.apply(y), rest  # pyright: ignore[reportReturnType]
 
     runs = (_Run(saved, replaying=False), _Run(saved, replaying=True))
-    return checkpoint(run, x, *others, use_reentrant=False, context_fn=lambda: runs)  # pyright: ignore[reportReturnType]
+    return checkpoint(  # pyright: ignore[reportReturnType]
+        run,
+        x,
+        *others,
+        use_reentrant=False,
+        context_fn=lambda: runs,
+        preserve_rng_state=reset_generators,
+    )
 
 
 class _WithWeights(nn.Module):

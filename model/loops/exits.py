@@ -199,12 +199,22 @@ class Exits:
 def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
     """Returns each sequence's mean over the positions that are marked as real, (B,); None: all."""
     if real_BS is None:
-        return value_BS.mean(1)
-    return value_BS.where(real_BS, 0).sum(1) / real_BS.sum(1).clamp_min(1)
+        return value_BS.mean(-1)
+    return value_BS.where(real_BS, 0).sum(-1) / real_BS.sum(-1).clamp_min(1)
 
 
 def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
     """Returns ‖after − before‖ / ‖after‖ at every position, (B, S)."""
+    return share_moved(*moved_and_size(before_BSD, after_BSD))
+
+
+def moved_and_size(before_BSD: Tensor, after_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ‖after − before‖ and ‖after‖ at every position, (B, S)."""
     wide = wide_dtype(after_BSD)
-    change_BS = (after_BSD.to(wide) - before_BSD.to(wide)).norm(dim=-1)
-    return change_BS / after_BSD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)
+    after_BSD = after_BSD.to(wide)
+    return (after_BSD - before_BSD.to(wide)).norm(dim=-1), after_BSD.norm(dim=-1)
+
+
+def share_moved(moved: Tensor, size: Tensor) -> Tensor:
+    """Returns moved ÷ size of any number of states; 0 where both are 0."""
+    return moved / size.clamp_min(torch.finfo(size.dtype).tiny)

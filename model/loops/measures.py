@@ -3,52 +3,44 @@
 Routing that diverges between loops is what lets a looped mixture of experts beat its unlooped
 partner where a looped dense model does not (arXiv 2605.09165).
 
+A pass keeps what it has seen of every loop, and compares all loops at its end: a few operations on
+large tensors instead of many small ones in every depth step. A mark per row, expert and loop costs
+T·E·(R + 1) bytes, for one layer at a time.
+
 Legend: B sequences, S positions (or sub-tokens), T = B·S rows of the router, E experts, D model
-width.
+width, R loops, L layers, N routes of a layer in all loops, X = Σ B' pairs of a loop of the pass and
+a sequence that makes it.
 """
 
 import torch
 from torch import Tensor
 
-from ..balance import RouterReport
+from ..balance import Choices, RouterReport
 from ..config.model_config import DepthStep
+from ..layers import on_device
 from .depth import PassDepth, shares_making
-from .exits import mean_of_real, state_change
+from .exits import mean_of_real, moved_and_size, share_moved
 
 
 class LoopMeasures:
     """Collects the measures of one pass, by sequence and by the loops that it has made."""
 
-    def __init__(self, depth: PassDepth, batch_size: int, real_BS: Tensor | None) -> None:
+    def __init__(self, depth: PassDepth, x_BSD: Tensor, real_BS: Tensor | None) -> None:
         """Takes which positions are not padding, bool; None: all."""
-        self._depth, self._batch_size, self._real_BS = depth, batch_size, real_BS
+        self._batch_size, self._real_BS = len(x_BSD), real_BS
         self._shares = depth.shares or shares_making(depth.of_sequence or (depth.num_loops,))
-        self._sums: dict[str, Tensor] = {}  # over layers, (loop, B)
-        self._chosen: dict[int, Tensor] = {}  # by layer, bool (B, S, E) in a sequence's last loop
+        self._place_X = None if depth.of_sequence is None else _places(depth, x_BSD.device)
+        self._moves: list[tuple[Tensor, Tensor]] = []  # by loop of the pass, and sizes, (B', S)
+        self._choices: dict[int, list[Choices]] = {}  # by layer, then by loop of the pass
 
-    def see_state(self, loop: int, before_BSD: Tensor, after_BSD: Tensor) -> None:
-        """Measures how far a loop of the pass, counted from 0, has moved the live sequences."""
-        change_BS = state_change(before_BSD.detach(), after_BSD.detach())
-        real_BS = self._real_BS if self._real_BS is None else self._real_BS[self._live(loop)]
-        self._add("state_change", loop, mean_of_real(change_BS, real_BS))
+    def see_state(self, before_BSD: Tensor, after_BSD: Tensor) -> None:
+        """Measures how far the pass's next loop has moved the sequences that make it."""
+        self._moves.append(moved_and_size(before_BSD.detach(), after_BSD.detach()))
 
     def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
-        """Compares a layer's choices with those that the same sequences made in their last loop."""
-        if step.loop is None or report is None or report.chosen_TE is None:
-            return
-        live = self._live(step.loop)
-        if not live:
-            return
-        now_BSE = report.chosen_TE.unflatten(0, (len(live), -1))
-        if step.member not in self._chosen:
-            none_BSE = now_BSE.new_zeros(self._batch_size, *now_BSE.shape[1:])
-            self._chosen[step.member] = none_BSE
-        before_BSE = self._chosen[step.member][live]
-        self._chosen[step.member][live] = now_BSE
-        chosen_B = now_BSE.sum((1, 2)).clamp_min(1)
-        self._add("kept_experts", step.loop, (before_BSE & now_BSE).sum((1, 2)) / chosen_B)
-        divergence_B = jensen_shannon(before_BSE.sum(1), now_BSE.sum(1))
-        self._add("routing_divergence", step.loop, divergence_B)
+        """Keeps what the sequences that make the pass's next loop have chosen in a layer."""
+        if step.loop is not None and report is not None and report.choices is not None:
+            self._choices.setdefault(step.member, []).append(report.choices)
 
     def values(self) -> dict[str, Tensor]:
         """Returns every measure by loop, (B,), as a mean over the layers.
@@ -59,28 +51,84 @@ class LoopMeasures:
         that does not make a loop has 0 there, and the others are scaled up, so that the mean over
         the step's sequences is that of the sequences that do.
         """
-        found = {}
-        for name, sum_RB in self._sums.items():
-            of_state = name == "state_change"
-            num_layers = 1 if of_state else len(self._chosen)
-            for loop in range(0 if of_state else 1, len(self._shares)):
-                found[f"{name}/{loop + 1}"] = sum_RB[loop] / (num_layers * self._shares[loop])
-        return found
+        found = self._by_loop("state_change", mean_of_real(self._change(), self._real_BS))
+        if not self._choices or len(self._shares) == 1:
+            return found
+        pairs = [self._compared(each) for each in self._choices.values()]
+        load_LRBE, kept_LRB = (torch.stack(each) for each in zip(*pairs, strict=True))
+        kept_LRB = kept_LRB[:, 1:] / load_LRBE[:, 1:].sum(-1).clamp_min(1)
+        divergence_LRB = jensen_shannon(load_LRBE[:, :-1], load_LRBE[:, 1:])
+        found |= self._by_loop("kept_experts", kept_LRB.sum(0), len(pairs))
+        return found | self._by_loop("routing_divergence", divergence_LRB.sum(0), len(pairs))
 
-    def _live(self, loop: int) -> list[int]:
-        live = self._depth.live(loop)
-        return list(range(self._batch_size)) if live is None else live
+    def _change(self) -> Tensor:
+        """Returns how far each own loop of a sequence has moved it, (R, B, S); 0 if it makes none."""
+        moved_XS, size_XS = (torch.cat(each) for each in zip(*self._moves, strict=True))
+        change_XS, shape = share_moved(moved_XS, size_XS), (len(self._shares), self._batch_size)
+        if self._place_X is not None:
+            none_XS = change_XS.new_zeros(shape[0] * shape[1], change_XS.shape[1])
+            change_XS = none_XS.index_copy(0, self._place_X, change_XS)
+        return change_XS.unflatten(0, shape)
 
-    def _add(self, name: str, loop: int, value_B: Tensor) -> None:
-        """Adds the values of the sequences that are live in a loop of the pass."""
-        live = self._live(loop)
-        none_RB = value_B.new_zeros(len(self._shares), self._batch_size)
-        places = [self._depth.place(loop, sequence) for sequence in live]
-        self._sums.setdefault(name, none_RB)[places, live] += value_B
+    def _compared(self, choices: list[Choices]) -> tuple[Tensor, Tensor]:
+        """Returns a layer's choices, (R, B, E), and how many of a loop the one before made too, (R, B)."""
+        num_loops, num_experts = len(self._shares), choices[0].num_experts
+        row_N, num_positions = self._rows(choices)
+        expert_N = torch.cat([each.expert_N for each in choices])
+        index_N = torch.add(expert_N, row_N, alpha=num_experts)
+        size = self._batch_size * num_positions * num_experts  # of a loop; none precedes the first
+        marks = expert_N.new_zeros((num_loops + 1) * size, dtype=torch.bool)
+        marks[size:].index_fill_(0, index_N, True)
+        kept_N, place_N = marks[index_N].long(), row_N // num_positions
+        load = expert_N.new_zeros(num_loops * self._batch_size * num_experts)
+        place_and_expert_N = torch.add(expert_N, place_N, alpha=num_experts)
+        load.scatter_add_(0, place_and_expert_N, torch.ones_like(expert_N))
+        kept = expert_N.new_zeros(num_loops * self._batch_size).scatter_add_(0, place_N, kept_N)
+        return load.view(num_loops, self._batch_size, -1), kept.view(num_loops, -1)
+
+    def _rows(self, choices: list[Choices]) -> tuple[Tensor, int]:
+        """Returns the row of every route among R·B·S, and S."""
+        sizes, device = [each.num_rows for each in choices], choices[0].expert_N.device
+        if self._place_X is None:
+            num_positions = sizes[0] // self._batch_size
+            row_T = torch.arange(sum(sizes), device=device)
+        else:
+            num_positions = sum(sizes) // len(self._place_X)
+            position_S = torch.arange(num_positions, device=device)
+            row_T = (self._place_X[:, None] * num_positions + position_S).flatten()
+        if all(each.row_N is None for each in choices):
+            num_routes = sum(len(each.expert_N) for each in choices)
+            return row_T.repeat_interleave(num_routes // len(row_T)), num_positions
+        parts = zip(row_T.split(sizes), choices, strict=True)
+        return torch.cat([each.of_rows(part_T) for part_T, each in parts]), num_positions
+
+    def _by_loop(self, name: str, value_RB: Tensor, num_layers: int = 1) -> dict[str, Tensor]:
+        """Returns a measure's means by loop; of fewer loops than R it gets those of the last ones."""
+        first = len(self._shares) - len(value_RB)
+        shares = self._shares[first:]
+        if len(set(shares)) == 1:
+            rows = (value_RB / (num_layers * shares[0])).unbind()
+        else:
+            rows = [
+                row_B / (num_layers * share) for row_B, share in zip(value_RB, shares, strict=True)
+            ]
+        return {f"{name}/{loop + 1}": row_B for loop, row_B in enumerate(rows, start=first)}
+
+
+def _places(depth: PassDepth, device: torch.device) -> Tensor:
+    """Returns the place of each pair among R·B: of the sequence's own loop there."""
+    batch_size = len(depth.of_sequence or ())
+    found = [
+        depth.place(loop, sequence) * batch_size + sequence
+        for loop in range(depth.num_loops)
+        for sequence in range(batch_size)
+        if depth.place(loop, sequence) >= 0
+    ]
+    return on_device(torch.tensor(found, dtype=torch.int64), device)
 
 
 def jensen_shannon(first_BE: Tensor, second_BE: Tensor) -> Tensor:
-    """Returns the divergence of distributions that are given as counts, (B,), 0 … ln 2.
+    """Returns the divergence of distributions that are given as counts, (…, B), 0 … ln 2.
 
     It is 0 where one of them is empty.
     """

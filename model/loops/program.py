@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..config.model_config import DepthStep, ModelConfig
 from ..initialise import Initializers, constant, identity, parameter, zeros
-from ..layers import Linear, make_norm, wide_dtype
+from ..layers import Linear, literal, make_norm, on_device, wide_dtype
 from .depth import PassDepth
 from .exits import ExitGate
 from .steps import DepthSteps
@@ -118,8 +118,12 @@ class Condition(nn.Module):
         One number stands for all sequences.
         """
         wide = wide_dtype(s_BSD)
-        times = [[loop / total, 1 / total] for loop, total in zip(loops, num_loops, strict=True)]
-        times_B2 = torch.tensor(times, dtype=wide, device=s_BSD.device).view(-1, 2)
+        pairs = zip(loops, num_loops, strict=True)
+        times = tuple(time for loop, total in pairs for time in (loop / total, 1 / total))
+        if len(loops) == 1:
+            times_B2 = literal(times, wide, s_BSD.device).view(-1, 2)
+        else:
+            times_B2 = on_device(torch.tensor(times, dtype=wide), s_BSD.device).view(-1, 2)
         frequencies = math.pi * 2.0 ** torch.arange(_FREQUENCIES, dtype=wide, device=s_BSD.device)
         angles_B2F = times_B2[..., None] * frequencies
         features_B1F = torch.cat((angles_B2F.sin(), angles_B2F.cos()), -1).flatten(1)[:, None]
@@ -210,7 +214,7 @@ class Loops(nn.Module):
                 if exits is not None and step.loop < last:
                     exits.leave(before_BSD, states.x_BSD, read, predict, self.exit_gate)
                 if steps.measures is not None:
-                    steps.measures.see_state(step.loop, before_BSD, states.x_BSD)
+                    steps.measures.see_state(before_BSD, states.x_BSD)
             if step.loop in wanted:
                 rows.append(read(states.of_all(), None))
         if self.exit_gate is None or not self.training:
@@ -254,8 +258,8 @@ class Loops(nn.Module):
         table_SD = torch.empty(num_positions, e_BSD.shape[-1])
         table_SD = self._noise(table_SD.uniform_(-_WITHIN, _WITHIN, generator=generator))
         if steps.positions_BS is None:
-            return table_SD[steps.past :].to(e_BSD).expand_as(e_BSD)
-        return table_SD.to(e_BSD)[steps.positions_BS]
+            return on_device(table_SD[steps.past :].to(e_BSD.dtype), e_BSD.device).expand_as(e_BSD)
+        return on_device(table_SD.to(e_BSD.dtype), e_BSD.device)[steps.positions_BS]
 
     def _noise(self, uniform: Tensor) -> Tensor:
         """Makes numbers from −erf(3/√2) to erf(3/√2) normal, cut at 3 standard deviations.
@@ -317,4 +321,4 @@ class _States:
         return torch.cat([x_BSD.to(self._dtype) for _, x_BSD in parts])[self._index(rows)]
 
     def _index(self, rows: list[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self.x_BSD.device)
+        return on_device(torch.tensor(rows, dtype=torch.int64), self.x_BSD.device)

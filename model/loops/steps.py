@@ -15,7 +15,7 @@ from ..documents import Documents
 from ..execution.depth_losses import WeightedLoss
 from ..execution.draws import Draws, fresh_draws
 from ..execution.recompute import Recompute
-from ..layers import rotary_of
+from ..layers import on_device, rotary_of
 from .depth import PassDepth, own_depth
 from .exits import ExitRule, Exits
 from .halting import Halted, Unhalted
@@ -75,7 +75,7 @@ class DepthSteps:
             config.order == "abab" and config.halting is None and config.num_repeats > 1
         )
         if options.measures_loops and training and has_comparable_loops:
-            self.measures = LoopMeasures(self.depth, len(x_BSD), self.real_BS)
+            self.measures = LoopMeasures(self.depth, x_BSD, self.real_BS)
         self.done: list[DepthStep] = []
         self.reports: list[dict[str, RouterReport]] = []  # of `done`
         self.halted: Halted | None = None
@@ -108,8 +108,10 @@ class DepthSteps:
             return self.exits.loops_B
         if self.draws is None or self._config.loops.depth.kind == "fixed":
             return None
-        loops = self.depth.of_sequence or (self.depth.num_loops,) * self.num_sequences
-        return torch.tensor(loops, dtype=torch.float32, device=self.draws.numbers_B.device)
+        device, of_sequence = self.draws.numbers_B.device, self.depth.of_sequence
+        if of_sequence is None:
+            return torch.full((self.num_sequences,), float(self.depth.num_loops), device=device)
+        return on_device(torch.tensor(of_sequence, dtype=torch.float32), device)
 
     def apply_unhalted(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted) -> Tensor:
         """Applies one layer to the tokens that have not halted."""

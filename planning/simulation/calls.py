@@ -25,7 +25,7 @@ from ...model.initialise import initialise
 from ...model.loops.steps import PassOptions
 from ...model.transformer import Transformer
 from ...train.config.run_config import Config
-from ...train.micro_batches import draws_of
+from ...train.micro_batches import pass_draws
 from ...train.record.route_tap import RoutedCall, sparse_layers, tap
 from ...train.state import seed_micro_batch
 from .dispatch import Cluster, SimulatedCall, simulate
@@ -155,7 +155,7 @@ class CallSource:
         ):
             seed_micro_batch(train.seed, step, rank)
             rows, device = len(tokens_BS), tokens_BS.device
-            options = PassOptions(draws=draws_of(train.seed, step, rank, rows, device))
+            options = PassOptions(draws=pass_draws(train.seed, step, rank, rows, device))
             forward_in(self.model, getattr(torch, train.precision), tokens_BS, options=options)
         return calls
 

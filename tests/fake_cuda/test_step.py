@@ -50,14 +50,21 @@ pytestmark = [
 ]
 
 
-def trace_steps(cases: str) -> list[str]:
-    """Runs traced_step.py with the device, in a process of its own, and returns its lines."""
+def trace_steps(cases: str, script: str = str(HERE / "traced_step.py")) -> list[str]:
+    """Runs a script with the device, in a process of its own, and returns its lines."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "traced_step.py")],
+        [sys.executable, script],
         input=cases,
         capture_output=True,
         text=True,
-        env=os.environ | {"LD_PRELOAD": str(_library()), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {
+            "LD_PRELOAD": str(_library()),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE.parent)]
+            ),
+        },
         check=False,
     )
     assert not done.returncode, done.stderr[-6000:]
@@ -172,6 +179,9 @@ def check(dispatcher: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> None:
             read = reads_of(found["reads"])
             if read != expected:
                 wrong.append(f"{where}: reads {read}, expected {expected}")
+            copied = copies_of(found["copies"])
+            if copied != (expected := expected_copies(config, training=part == "step")):
+                wrong.append(f"{where}: copies {copied}, expected {expected}: {found['copies']}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -183,6 +193,20 @@ def reads_of(reads: Sequence[tuple[str, str, int]]) -> Counter[str]:
         kind = "loss" if "evaluate" in where else kind
         total["dropped" if what == "nonzero" else kind] += number
     return total
+
+
+def copies_of(copies: Sequence[tuple[str, str, int]]) -> Counter[str]:
+    """How often each kind of copy is made of what lies on the host."""
+    total: Counter[str] = Counter()
+    for how, _, number in copies:
+        total[how] += number
+    return total
+
+
+def expected_copies(config: Config, *, training: bool) -> Counter[str]:
+    """The tokens; in an evaluation also which of them count, for two uses, and a table of noise."""
+    drawn = config.model.loops.start == "drawn"
+    return Counter({"pinned": 1 if training else 3 + drawn})
 
 
 def expected_reads(name: str, config: Config, dispatcher: str, *, training: bool) -> Counter[str]:

@@ -6,7 +6,8 @@ not there either.
 
 Everything is as in a run (train/loop.py), but that tensors have no values: forward, backward, the
 sum of the gradients, clipping, AdamW, and an evaluation. Whoever asks for a value is told one, and
-counted. Streams are stood for by objects that do nothing.
+counted; so is every copy of what lies on the host, for which a GPU's queue waits unless it is pinned.
+Streams are stood for by objects that do nothing.
 """
 
 import json
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+import moebius
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.distributed import parallelize
 from moebius.distributed.dispatch import alltoall, expert_map
@@ -44,6 +46,7 @@ from moebius.distributed.process.process import Process
 from moebius.kernels import backend, permute
 from moebius.kernels.fused import router
 from moebius.kernels.triton import tiles
+from moebius.model import layers
 from moebius.train import evaluate
 from moebius.train import run as train_run
 from moebius.train.config.run_config import Config
@@ -51,7 +54,7 @@ from moebius.train.loop import Run, step
 from moebius.train.run import assemble
 
 DEVICE = torch.device("cuda", 0)
-ROOT = str(Path(__file__).parents[2])
+ROOT = str(Path(moebius.__file__).parent)
 _SIZED_BY_VALUES = ("masked_select", "unique", "_unique2", "bincount")
 NORM = 2.0  # of the gradient, for whoever reads it: it must be clipped
 
@@ -88,6 +91,12 @@ def _to_empty(module: nn.Module, *, device: torch.device) -> nn.Module:
         for name, buffer in part.named_buffers(recurse=False):
             part.register_buffer(name, torch.empty_like(buffer, device=device))
     return module
+
+
+def _pinned(values: Tensor) -> Tensor:
+    copy = values.clone()
+    copy.pinned_here = True  # pyright: ignore[reportAttributeAccessIssue]
+    return copy
 
 
 def _no_values(name: str, like: nn.Parameter, seed: int) -> torch.Tensor:
@@ -129,6 +138,7 @@ def pretended_gpu() -> Iterator[None]:
         mock.patch.object(Process, "agree", _no_reason),
         mock.patch.object(train_run, "Checkpointer", _Checkpoints),
         mock.patch.object(nn.Module, "to_empty", _to_empty),
+        mock.patch.object(Tensor, "pin_memory", _pinned),
         mock.patch.object(Mesh, "device_mesh", _device_mesh),
         # the mode would prepare a device that can compute
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
@@ -159,7 +169,7 @@ def pretended_world(num_ranks: int) -> Iterator[Process]:
 
 def _forget_tables() -> None:
     """Empties the caches of tables on a device, which belong to one trace."""
-    for module in (alltoall, expert_map):
+    for module in (alltoall, expert_map, layers):
         for value in list(vars(module).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -169,7 +179,8 @@ def _forget_tables() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Counts `reads` by (what, where) while it is entered: values that the host waits for.
+    """Counts by (what, where) while it is entered: `reads`, values that the host waits for, and
+    `copies`, of what lies on the host.
 
     Custom operators are taken apart, and what they return is compared with what they promise to
     tracers.
@@ -178,6 +189,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reads: Counter[tuple[str, str]] = Counter()
+        self.copies: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []  # what is not as it must be
 
     def __torch_dispatch__(
@@ -190,6 +202,7 @@ class Watch(TorchDispatchMode):
             return self._taken_apart(func, args, kwargs)
         name = func.__name__.split(".")[0]
         where = _launched_at()
+        self.note(name, where, (args, kwargs))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = [each for each in given if each.is_cuda]
         if name == "_local_scalar_dense":  # a value of the host has none here either
@@ -210,7 +223,12 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if name in ("_to_copy", "copy_") and given[-1].is_cuda and not result.is_cuda:
             self.reads["copy to the host", where] += 1
+        if copied := _copied(name, args, given, result):
+            self.copies[copied, where] += 1
         return result
+
+    def note(self, name: str, where: str, given: Any) -> None:
+        """Is told of every call, and of every launch of Triton's; for who compares them."""
 
     def _taken_apart(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         promised = func(*args, **kwargs)
@@ -223,14 +241,16 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
+def watched(
+    num_parts: int = 1, *, rest: float = 0.0, watch: Watch | None = None
+) -> Iterator[Watch]:
     """Watches what is done under a `FakeTensorMode`, Triton's launches included.
 
     `num_parts`: among so many ranks, or nodes, a layer's routes are shared evenly, for whoever reads
     how many go where. `rest`: what is read of a list behind its first number, which is `NORM`: of a
     step the flags, which nobody has set.
     """
-    watch = Watch()
+    watch = watch or Watch()
     begin_pass, share = Counters.begin_pass, [1]
 
     def begin(self: Counters, num_routes: int, *, recomputed: bool) -> None:
@@ -243,6 +263,7 @@ def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if away := [str(each.device) for each in tensors if not each.is_cuda]:
             watch.wrong.append(f"{kernel.__name__} at {_launched_at()}: {away}")
+        watch.note(kernel.fn.__name__, _launched_at(), (grid, args, kwargs))
 
     def counts(self: Counters, values: Tensor) -> Any:
         watch.reads["counts", _launched_at()] += 1
@@ -319,6 +340,15 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.is_cuda and index.dtype == torch.bool
 
 
+def _copied(name: str, args: tuple, given: list[Tensor], result: Any) -> str:
+    """Returns how a call copies what lies on the host to the device; "": not at all."""
+    if name in ("_to_copy", "copy_") and result.is_cuda and not given[-1].is_cuda:
+        return "pinned" if getattr(given[-1], "pinned_here", False) else "unpinned"
+    if name.startswith("index") and given[0].is_cuda and isinstance(args[1], (list, tuple)):
+        return "unpinned index" if any(i is not None and not i.is_cuda for i in args[1]) else ""
+    return ""
+
+
 def _filled(shape: torch.Size, value: int) -> Any:
     return [_filled(shape[1:], value) for _ in range(shape[0])] if shape else value
 
@@ -335,7 +365,7 @@ def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         run = assemble(config, Path(folder), process)
-        batch = _batch(config, num_ranks)
+        batch = batch_of(config, num_ranks)
         parts = 2 if needs_nodes(config.mesh.dispatcher) else num_ranks
         with watched(parts) as first:
             step(run, batch, 1e-4)
@@ -345,7 +375,7 @@ def trace(config: Config, num_ranks: int) -> dict[str, Watch]:
         return {"step": second, "evaluation": _trace_evaluation(run, parts)}
 
 
-def _batch(config: Config, num_ranks: int) -> Batch:
+def batch_of(config: Config, num_ranks: int) -> Batch:
     micro = config.train.micro_batch
     shape = (config.train.global_batch // num_ranks // micro, micro, config.data.seq_len + 1)
     return Batch(np.ones(shape, dtype=np.int64), 0, 0, equal_shapes=True)
@@ -378,8 +408,11 @@ def main() -> None:
 
 
 def _figures(watch: Watch) -> dict[str, Any]:
-    reads = [[*key, number] for key, number in watch.reads.most_common()]
-    return {"reads": reads, "wrong": watch.wrong}
+    counted = {"reads": watch.reads, "copies": watch.copies}
+    return {
+        what: [[*key, number] for key, number in found.most_common()]
+        for what, found in counted.items()
+    } | {"wrong": watch.wrong}
 
 
 if __name__ == "__main__":

@@ -126,6 +126,19 @@ def test_the_global_scope_sees_the_micro_batches_before_and_no_other_step(form: 
         torch.testing.assert_close(alone, balance_value(second, form, "micro_batch", RunningSum()))
 
 
+def test_running_sums_stay_in_their_memory() -> None:
+    """A recorded pass adds there, whatever Python holds; a cast model has sums of its own."""
+    running, ones = RunningSum(), torch.ones(1, 3)
+    total = running.named("a").add("load", ones)
+    assert running.named("a").add("load", ones) is total
+    total.add_(ones)  # a replay
+    assert running.named("a").add("load", ones).tolist() == [[4.0] * 3]
+    assert running.named("a").add("load", ones.double()).tolist() == [[1.0] * 3]
+    running.reset()
+    assert running.named("a").add("load", ones) is total
+    assert total.tolist() == [[1.0] * 3]
+
+
 def test_rows_may_have_any_number_of_routes() -> None:
     """Rows without a route, and with one or two: each route counts for the sequence of its row."""
     experts_TK = torch.tensor([[0, 1], [2, 1], [2, 3], [4, 3], [5, 6], [5, 0]])

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,12 +45,12 @@ DRAWS = {  # what no recipe of the family has
 }
 
 
-def model_of(name: str, mode: Recompute) -> Transformer:
+def model_of(name: str, mode: Recompute, changes: dict[str, Any] | None = None) -> Transformer:
     if name in PROGRAMS:
         model = program(name)
     else:
         recipe, router = DRAWS.get(name, (name, None))
-        changes = {"attention.sampled": 1} if name == "drawn experts" else {}
+        changes = {"attention.sampled": 1} if name == "drawn experts" else changes or {}
         changes |= {"feed_forward.router": router} if router else {}
         model = make_uneven(tiny_model(recipe, changes))
     set_options(model, recompute=mode)
@@ -91,6 +92,26 @@ def test_loss_and_every_gradient_keep_their_bits(name: str, dtype: torch.dtype) 
         assert found.keys() == expected.keys()
         for key, value in found.items():
             assert torch.equal(value, expected[key]), (mode, key)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_only_a_users_own_part_makes_a_step_keep_the_generators_state(
+    own: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reads, state = [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: (reads.append(1), state())[1])
+    (tmp_path / "noise.py").write_text(
+        "import torch\ndef drawn(z): return z.relu() * torch.rand_like(z)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"feed_forward.activation": "noise:drawn"} if own else {}
+    expected, found = (
+        loss_and_gradients(model_of("moeut", mode, changes), torch.float32)
+        for mode in ("none", "full")
+    )
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    # one read per pass seeds its draws
+    assert (len(reads) > 2) == own
 
 
 @pytest.mark.parametrize("name", ["moeut", "sut", "mh_moe"])

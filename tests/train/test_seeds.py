@@ -8,7 +8,7 @@ import torch
 from family import gradients_of, make_uneven, own_depths, set_options, some_tokens, tiny_model
 from torch import Tensor
 
-from moebius.model.execution.draws import Draws
+from moebius.model.execution.draws import Draws, draws_of
 from moebius.model.execution.recompute import Recompute
 from moebius.model.initialise import zeros
 from moebius.model.routers.sut import SutConfig, SutRouter
@@ -91,7 +91,7 @@ def drawing(name: str, recompute: Recompute = "none") -> Transformer:
 
 def numbered(model: Transformer, first: int, last: int, *, step: int = 0) -> Transformer:
     """Gives a model's next pass the sequences from `first` on, and their depths."""
-    set_options(model, draws=Draws(f"7/{step}", torch.arange(first, last)))
+    set_options(model, draws=draws_of(f"7/{step}", torch.arange(first, last)))
     if model.config.loops.depth.per == "sequence":
         set_options(model, depth=own_depths(model, *DEPTHS[first:last]))
     return model
@@ -156,7 +156,7 @@ def drawn_after(count: int, draws: Draws, shape: tuple[int, ...]) -> Tensor:
 
 
 def test_layers_loops_and_tensors_draw_other_numbers() -> None:
-    draws, shape = Draws("7/0", torch.arange(2)), (6, 4)
+    draws, shape = draws_of("7/0", torch.arange(2)), (6, 4)
     found = [
         drawn_after(count, draws.at(place, loops, None), shape)
         for place in ("layer 0", "layer 1")
@@ -170,9 +170,18 @@ def test_layers_loops_and_tensors_draw_other_numbers() -> None:
     assert torch.equal(only, mixed[3:])
 
 
+def test_only_tensors_of_a_pass_tell_its_numbers() -> None:
+    """A recorded pass reads the key and the numbers of another one where it read its own."""
+    first, other = (draws_of(f"7/{step}", torch.arange(2) + step) for step in (0, 1))
+    wanted = other.at("layer 0", 1, None).uniform((6, 4))
+    first.key.copy_(other.key)
+    first.numbers_B.copy_(other.numbers_B)
+    assert torch.equal(first.at("layer 0", 1, None).uniform((6, 4)), wanted)
+
+
 def test_numbers_are_uniform_and_independent() -> None:
     """Means, variances and correlations of 2¹⁹ numbers are within five standard errors."""
-    rows = Draws("7/0", torch.arange(8)).uniform((8, 2**16)).double()
+    rows = draws_of("7/0", torch.arange(8)).uniform((8, 2**16)).double()
     assert 0 <= rows.min() < 1e-4
     assert 1 - 1e-4 < rows.max() < 1
     assert abs(rows.mean() - 0.5) < 5 * (12 * rows.numel()) ** -0.5
