@@ -153,8 +153,7 @@ class MicroBatchGraph(Passes):
         its form is one of the first.
         """
         is_plain = micro_batch.loss_mask_BS is None and micro_batch.documents is None
-        # measures index by lists, which are copied from the host
-        if self._has_failed or not is_plain or options.measures_loops:
+        if self._has_failed or not is_plain:
             return False
         return len(self._forms) < _MOST_FORMS or self.form_of(micro_batch, options) in self._forms
 
@@ -235,7 +234,6 @@ def reason_against(
     train, mesh, data, shape = config.train, config.mesh, config.data, config.model
     routers = [router for _, _, router in model.routers()]
     own = [*_own_parts(shape.model_dump()), *train.losses]
-    yarn = getattr(shape.attention.rotary, "yarn", None)
     reasons = (
         (train.cuda_graph is False, "train.cuda_graph=false"),
         (device.type != "cuda", f"the run is on {device.type}"),
@@ -247,28 +245,20 @@ def reason_against(
         (data.gives_document_ids, "documents and padding give every micro-batch other sizes"),
         (shape.halting, "model.halting reads on the host which tokens go on"),
         (shape.loops.depth.per == "sequence", "model.loops.depth.per=sequence changes sizes"),
-        (shape.loops.condition != "none", "model.loops.condition is copied from the host"),
-        # until these are on the device
-        (shape.loops.depth.kind != "fixed", "model.loops.depth.kind is copied from the host"),
-        (shape.loops.start == "drawn", "model.loops.start=drawn draws by the step's number"),
-        (yarn, "YaRN's speeds are copied from the host"),
-        (train.recompute != "none", f"train.recompute={train.recompute} reads random states"),
     )
     found = next((reason for holds, reason in reasons if holds), None)
-    return found or next(filter(None, map(_reason_of, routers)), None)
+    return found or next((reason for each in routers if (reason := _reason_of(each, layout))), None)
 
 
-def _reason_of(router: Router) -> str | None:
+def _reason_of(router: Router, layout: Layout) -> str | None:
     """Returns why a router's training pass does not launch the same at every step."""
     config, kind = router.config, f"the router {router.config.kind}"
     if type(router) not in ROUTERS.values():
         return f"what your own {type(router).__name__} does is unknown"
     if getattr(config, "capacity_factor", None) or getattr(config, "random_second", False):
         return f"{kind} reads on the host how many routes it serves"
-    if any(getattr(config, key, 0) for key in ("expert_dropout", "jitter", "sampled")):
-        return f"{kind} draws by the step's number"
-    if getattr(config, "balance_scope", None) == "global_batch":
-        return f"{kind} balances over the step's other micro-batches"
+    if layout.world_size > 1 and getattr(config, "balance_scope", None) == "global_batch":
+        return f"{kind} sums over ranks within a pass (balance_scope)"
     return None
 
 
