@@ -88,9 +88,9 @@ class CudaDriver:
         # After a failed capture the allocator still asks the graph which stream it was on.
         graph = self._last = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # what eager passes leave would lie beside the pool
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # also after a failed capture
+            # frees what eager passes have left in the cache, which would lie beside the pool
             torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ),

@@ -18,6 +18,7 @@ from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout, plan_layout
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model
+from ..distributed.placement.expert_placement import ExpertPlacement
 from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
@@ -28,7 +29,6 @@ from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
-from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
 from .metrics.spikes import Spike, StepJudge
 from .metrics.step_metrics import StepClock, StepMeter
