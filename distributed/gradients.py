@@ -13,6 +13,7 @@ all-reduce per 25 MB. Reduced gradients are views of the buckets, so nothing is 
 parameters are narrower than float32.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,13 @@ class _Bucket:
     parameters: list[Parameter]
     flat: Tensor  # float32, or float64 for parameters of float64
     views: list[Tensor]  # of `flat`, with the parameters' shapes
+
+    def fixed(self) -> list[tuple[Parameter, Tensor]]:
+        """Returns a tensor for each gradient to stay in: its view, if that has its dtype."""
+        return [
+            (parameter, view if parameter.dtype == view.dtype else torch.zeros_like(parameter))
+            for parameter, view in zip(self.parameters, self.views, strict=True)
+        ]
 
     def pack(self) -> None:
         """Copies the gradients into the flat tensor; a missing one counts as zeros."""
@@ -65,7 +73,8 @@ class GradientReducer:
     """Sums gradients over the ranks in buffers that it reuses.
 
     `dense` and `experts` must be the same, in the same order, on every rank. After `reduce()` the
-    gradients are views of this object's buffers, valid until the next `reduce()`.
+    gradients are views of this object's buffers, valid until the next `reduce()`. A step that begins
+    with `zero_in_place()` accumulates in these buffers, so nothing is copied.
     """
 
     def __init__(
@@ -78,12 +87,27 @@ class GradientReducer:
     ) -> None:
         self._sums: list[tuple[dist.ProcessGroup, list[_Bucket]]] = []
         self._alone: list[Parameter] = []  # held by this rank only: nothing to sum
+        self._fixed: list[tuple[Parameter, Tensor]] = []
         for parameters, group in ((dense, mesh.world_group), (experts, mesh.expert_replica_group)):
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             if group.size() == 1:
                 self._alone += trained
             else:
                 self._sums.append((group, _buckets(trained, bucket_bytes)))
+
+    def zero_in_place(self) -> None:
+        """Sets all gradients to zeros in tensors that are the same in every step.
+
+        A CUDA graph adds to them. Eager steps set gradients to None instead, which needs no zeros and,
+        while no gradient exists, no memory.
+        """
+        if not self._fixed:
+            self._fixed = [(parameter, torch.zeros_like(parameter)) for parameter in self._alone]
+            for bucket in itertools.chain.from_iterable(buckets for _, buckets in self._sums):
+                self._fixed += bucket.fixed()
+        for parameter, gradient in self._fixed:
+            parameter.grad = gradient
+        torch._foreach_zero_([gradient for _, gradient in self._fixed])  # pyright: ignore[reportPrivateImportUsage]
 
     def reduce(self) -> None:
         """Replaces every gradient by its sum over the ranks. Collective over the world."""

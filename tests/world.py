@@ -63,7 +63,7 @@ _PRELOAD = [
     "moebius.distributed.parallelize",
     "moebius.planning.simulation.dispatch",
     "moebius.train.config.run_config",
-    "moebius.train.expert_placement",
+    "moebius.distributed.placement.expert_placement",
 ]
 
 

@@ -123,7 +123,7 @@ def step(
     counted_targets = count_targets(micro_batches, device)
 
     run.model.before_step(run.progress.step)
-    run.optimizer.zero_grad()
+    run.passes.begin_step(run.optimizer, run.reducer)
     began_s = time.perf_counter()
     meter = StepMeter()
     accumulate_gradients(run, micro_batches, meter, global_targets=counted_targets)
@@ -161,6 +161,12 @@ def accumulate_gradients(
     """Accumulates the gradients of this rank's micro-batches, and their reports in `meter`."""
     config = run.config
     forward = partial(forward_in, run.model, products_dtype(config.train.precision))
+    loss_of = partial(
+        micro_batch_loss,
+        forward,
+        global_sequences=config.train.global_batch,
+        global_targets=global_targets,
+    )
     counters_before = counters_of(run.model)
     first_index = run.process.rank * len(micro_batches)  # over all ranks
     is_measured = is_logged(run, run.progress.step + 1)
@@ -168,15 +174,8 @@ def accumulate_gradients(
     pairs = zip(micro_batches, passes, strict=True)
     for index, (micro_batch, options) in enumerate(pairs, start=first_index):
         seed_micro_batch(config.train.seed, run.progress.step, index)  # for a user's own parts
-        result = micro_batch_loss(
-            forward,
-            micro_batch,
-            global_sequences=config.train.global_batch,
-            global_targets=global_targets,
-            options=replace(options, measures_loops=is_measured, depth_losses=run.depth_losses),
-        )
-        result.loss.backward()
-        meter.add(result)
+        options = replace(options, measures_loops=is_measured, depth_losses=run.depth_losses)
+        meter.add(run.passes.run(loss_of, micro_batch, options))
     meter.count_exchanges(counters_before, counters_of(run.model))
 
 

@@ -18,6 +18,7 @@ from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout, plan_layout
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model
+from ..distributed.placement.expert_placement import ExpertPlacement
 from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
@@ -27,7 +28,7 @@ from ..model.execution.depth_losses import WeightedLoss, weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
-from .expert_placement import ExpertPlacement
+from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
 from .metrics.spikes import Spike, StepJudge
 from .metrics.step_metrics import StepClock, StepMeter
@@ -36,13 +37,7 @@ from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
 from .record.run_folder import check_branch, check_same_run, end_is_asked, settings_of
-from .state import (
-    TrainingProgress,
-    allocate_moments,
-    model_tensors,
-    restore_numbers,
-    state_tensors,
-)
+from .state import TrainingProgress, allocate_moments, model_tensors, restore_numbers, state_tensors
 
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
@@ -93,6 +88,7 @@ class Run:
     traces: StepTraces
     depth_losses: tuple[WeightedLoss, ...]  # a user's own
     heartbeat: Heartbeat
+    passes: Passes
     state: RunState = field(default_factory=RunState)
 
     @property
@@ -190,6 +186,7 @@ def assemble(
         traces=StepTraces(config.train.profile, run_dir / TRACES, process.rank),
         depth_losses=weighted_losses(config.train.losses),
         heartbeat=heartbeat or Heartbeat(),
+        passes=passes_of(config, model, layout, backend=backend, device=process.device),
     )
 
 

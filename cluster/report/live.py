@@ -111,8 +111,8 @@ class View:
         match line.get("kind"):
             case "start" if len(starts) > 1 or starts[-1].resumed_from is not None:
                 return Event(at, describe_start(starts[-1]), "magenta")
-            case "start" if line.get("optimizer"):
-                return Event(at, str(line["optimizer"]), "blue")
+            case "start" if words := _of_start(line):
+                return Event(at, words, "blue")
             case "eval":
                 words = f"validation loss {spell_number(line['loss'])} at step {line['step']}"
                 return Event(at, words, "cyan")
@@ -125,6 +125,13 @@ class View:
                 words = f"checkpoint of step {line['step']} written in {seconds} s"
                 return Event(at, words, "blue")
         return None
+
+
+def _of_start(line: Mapping[str, Any]) -> str:
+    """Returns how a run's steps work, if that is worth a line."""
+    graph = line.get("cuda_graph")
+    words = (line.get("optimizer"), graph and f"cuda graph: {graph}")
+    return "; ".join(filter(None, words))
 
 
 def follow(

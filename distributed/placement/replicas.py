@@ -62,6 +62,10 @@ class CopyReducer:
                 trained = [parameter for parameter in parameters if parameter.requires_grad]
                 self._shared += _shared(expert_map, trained, mesh.coordinates.ep)
 
+    def zero_in_place(self) -> None:
+        """Sets all gradients to zeros, see `GradientReducer.zero_in_place`."""
+        self._reducer.zero_in_place()
+
     def reduce(self) -> None:
         """Replaces every gradient by its sum over the ranks. Collective over the world."""
         pending = []

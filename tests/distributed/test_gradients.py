@@ -173,7 +173,7 @@ def test_bfloat16_gradients_do_not_lose_small_terms():
     assert run_ranks(bfloat16_sum, 4) == [2.0**-9] * 4
 
 
-def train_steps(ep, set_to_none, num_steps):
+def train_steps(ep, zeroing, num_steps):
     """SGD on a sum over all rows, which are dealt to the ranks: a dense weight, experts, and one
     weight used once.
     """
@@ -196,6 +196,9 @@ def train_steps(ep, set_to_none, num_steps):
         served = rows[place.expert_replicas * replica : (place.expert_replicas + 1) * replica]
         optimizer = torch.optim.SGD([dense, experts, once], lr=0.1)
         reducer = GradientReducer([dense, once, frozen], [experts], mesh)
+        places = set()
+        if zeroing == "in place":
+            reducer.zero_in_place()
         for step in range(num_steps):
             ((mine * dense).sin().sum() / 8).backward()
             ((served @ experts.T).cos().sum() / 8).backward()
@@ -204,17 +207,24 @@ def train_steps(ep, set_to_none, num_steps):
             reducer.reduce()
             clip_gradients([dense, once, experts], mesh, max_norm=0.3)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            places |= {
+                each.grad.data_ptr() for each in (dense, once, experts) if each.grad is not None
+            }
+            if zeroing == "in place":
+                reducer.zero_in_place()
+            else:
+                optimizer.zero_grad(set_to_none=zeroing == "None")
         assert frozen.grad is None
+        assert zeroing != "in place" or len(places) == 3
         return torch.cat([dense, once]).detach(), experts.detach()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_weights_after_steps_equal_one_process(set_to_none):
-    [(dense, experts)] = run_ranks(train_steps, 1, 1, True, 4)
+@pytest.mark.parametrize("zeroing", ["None", "zeros", "in place"])
+def test_weights_after_steps_equal_one_process(zeroing):
+    [(dense, experts)] = run_ranks(train_steps, 1, 1, "None", 4)
     for world_size, ep in LAYOUTS[1:]:
-        results = run_ranks(train_steps, world_size, ep, set_to_none, 4)
+        results = run_ranks(train_steps, world_size, ep, zeroing, 4)
         for mine, _ in results:
             torch.testing.assert_close(mine, dense, rtol=1e-12, atol=1e-12)
         joined = torch.cat([held for _, held in results[:ep]])

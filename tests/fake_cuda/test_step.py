@@ -103,6 +103,7 @@ def config_of(name: str, changes: Mapping[str, Any]) -> Config:
     model = found.model.changed(depth)
     values = found.model_copy(update={"model": model}).model_dump(mode="json")
     values["train"] |= {"micro_batch": 8, "global_batch": 8 * ranks_of(changes)}
+    values["train"]["cuda_graph"] = False  # every launch is to be seen
     values["mesh"]["dp_replicate"] = None
     for key, value in changes.items():
         section, _, field = key.partition(".")

@@ -18,6 +18,7 @@ from world import run_ranks
 from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
+from moebius.distributed.placement.expert_placement import ExpertPlacement
 from moebius.distributed.placement.move import banks_of, expert_maps_of
 from moebius.model.balance import collect_loads
 from moebius.model.config.attention_config import SwitchHeadConfig
@@ -26,7 +27,6 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import CheckpointConfig, Config
-from moebius.train.expert_placement import ExpertPlacement
 from moebius.train.hooks import move_experts
 from moebius.train.loop import step
 from moebius.train.metrics.log import MetricsLog

@@ -53,6 +53,11 @@ class TrainConfig(BaseModel):
     compile: bool = False
     """Compiles the dense parts of the model with torch.compile."""
 
+    cuda_graph: bool | Literal["auto"] = Field(default="auto", examples=[False])
+    """Replays each micro-batch's forward and backward pass as one CUDA graph; "auto" does so wherever
+    the pass can be captured, and true is refused where it cannot.
+    """
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
 

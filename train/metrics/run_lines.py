@@ -8,6 +8,7 @@ from ... import __version__
 from ...distributed.dispatch.choose import dispatcher_of
 from ...distributed.local_shard import local_shard_of
 from ...distributed.muon import Muon
+from ..cuda_graph import reason_against
 from ..run import OpenRun, Resumed, Run
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def write_start(run: OpenRun, resumed: Resumed | None, start_s: Mapping[str, flo
         kernels=run.backend,
         **({"optimizer": str(run.optimizer)} if isinstance(run.optimizer, Muon) else {}),
         **_dispatcher_facts(run),
+        **_graph_facts(run),
         start_s=dict(start_s),
     )
     for damaged in [] if resumed is None else resumed.set_aside:
@@ -78,6 +80,16 @@ def log_saved(run: OpenRun) -> None:
 def count_global_parameters(run: Run) -> int:
     """Returns the number of parameters of the whole model, over all shards."""
     return sum(math.prod(local_shard_of(parameter).global_shape) for parameter in run.parameters)
+
+
+def _graph_facts(run: Run) -> dict[str, str]:
+    """Returns whether passes are captured as CUDA graphs, and if not, why; empty on CPUs."""
+    device = run.process.device
+    if device.type == "cpu":
+        return {}
+    layout = run.mesh.layout
+    reason = reason_against(run.config, run.model, layout, backend=run.backend, device=device)
+    return {"cuda_graph": "captured" if reason is None else f"no, {reason}"}
 
 
 def _dispatcher_facts(run: Run) -> dict[str, str]:

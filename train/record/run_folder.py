@@ -62,6 +62,7 @@ _KEYS_THAT_MAY_CHANGE = {
     "train.threads",
     "train.start_when",
     "train.recompute",
+    "train.cuda_graph",
     "train.timeout_s",
     "train.skip_spikes",
     "train.profile",

@@ -71,6 +71,7 @@ def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
             "step": 0,
             "generation": 1,
             "resumed_from_step": None,
+            "cuda_graph": "captured",
         },
         {"kind": "eval", "time": SOON + 0.5, "step": 0, "loss": 8.0},
         *(train_line(step) for step in range(1, 8)),
@@ -97,6 +98,7 @@ def test_plain_lines_tell_the_story_of_a_run(tmp_path):
     text = text_of(output)
     for told in (
         "SUBMITTED: 1 node(s) × 1 rank(s)",
+        "cuda graph: captured",
         "RECOVERING: fault drill: rank 0 was killed on purpose at step 7",
         "generation 2 continued from the checkpoint of step 5",
         "checkpoint of step 5 written in 0.25 s",

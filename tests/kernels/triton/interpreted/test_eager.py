@@ -48,7 +48,7 @@ def layer() -> Graph:
         assert rows.normed is not None
         q, k = (each.view(1, 2, 3, 8) for each in rows.copies)
         q, k = rotate_pair(q, k, *table, scale=0.5)
-        logits, _, gates = route_top_k(rows.normed, weight, top_k=2, gate="softmax")
+        logits, _, gates, _ = route_top_k(rows.normed, weight, top_k=2, gate="softmax")
         return (q * k).sum() + (logits * 0.1).sum() + gates.square().sum() + rows.total.sum()
 
     return call, [torch.randn(6, 8), torch.randn(6, 8), torch.rand(8), torch.randn(5, 8)]

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.dispatch.expert_map import ExpertMap
-from ..distributed.layout import MeshConfig
-from ..distributed.mesh import Mesh
-from ..distributed.placement.balance_load import load_imbalance, rebalanced
-from ..distributed.placement.move import MoveResult, expert_maps_of, move_experts
-from ..distributed.placement.replicas import make_reducer
-from ..model.transformer import Transformer
+from ...model.transformer import Transformer
+from ..dispatch.expert_map import ExpertMap
+from ..layout import MeshConfig
+from ..mesh import Mesh
+from .balance_load import load_imbalance, rebalanced
+from .move import MoveResult, expert_maps_of, move_experts
+from .replicas import make_reducer
 
 # The banks of a layer behind each kind of router.
 _BANKS = {
