@@ -21,6 +21,7 @@ from .guard import INTERPRETED, launch, tl, triton
 # give the tests' small cases several.
 _BLOCK, _PROGRAMS = (16, 4) if INTERPRETED else (2048, 128)
 _COUNTS = 8192  # of these that it reads at a time
+_LEAST_BINS = 256  # of a histogram: one per thread
 _BINS = 1024  # starts that a tile compares at a time
 _COLUMNS = 1024  # of a program that sums rows
 _ELEMENTS = 4096  # of its tile
@@ -110,7 +111,7 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     order_N, place_N, starts_E1, counts_BE = (
         torch.empty(size, dtype=torch.int32, device=expert_N.device) for size in sizes
     )
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts + 1))
     constants = {"E": num_experts, "BINS": bins, "BLOCK": _BLOCK, "num_warps": 8}
     numbers = num_routes, num_parts
     launch(_count, num_blocks, expert_N, counts_BE, *numbers, **constants)

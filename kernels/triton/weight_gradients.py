@@ -258,8 +258,13 @@ def ragged_gradient(
     `activation` applies to u; None leaves the rows unchanged.
     """
     if into is not None and not into.is_contiguous():
-        rules = {"of_sources": of_sources, "of_targets": of_targets}
-        return into.add_(ragged_gradient(calls, weights, chunk, **rules, activation=activation))
+        gradient = ragged_gradient(
+            *(calls, weights, chunk),
+            of_sources=of_sources,
+            of_targets=of_targets,
+            activation=activation,
+        )
+        return into.add_(gradient)
     (num_experts, tall, wide), sample, num_rows = weights.shape, calls[0], _num_rows(calls)
     out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(num_rows // chunk, tall, wide, dtype=torch.float32)
@@ -293,6 +298,9 @@ def _listed(
 
     A kernel writes the list, because a CUDA graph cannot capture a copy from the host.
     """
+    rules = {(of.order_N is None, of.per_source, of.per_target) for of in (c.routes for c in calls)}
+    if len(rules) > 1:  # the kernel follows one
+        calls = [replace(call, routes=_by_index(call.routes)) for call in calls]
     sample, num_rows = calls[0], _num_rows(calls)
     routes, device = sample.routes, sample.u.device
     u_at_N, v_at_N = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
@@ -316,6 +324,19 @@ def _listed(
         BLOCK=_LISTED,
     )
     return u_at_N, v_at_N, gate_N, total_starts_E1
+
+
+def _by_index(routes: SortedRoutes) -> SortedRoutes:
+    """Returns the same routes in sorted order, with indices instead of rules."""
+    return replace(
+        routes,
+        order_N=None,
+        source_N=routes.source_rows().long(),
+        target_N=routes.target_rows().long(),
+        weight_N=routes.gates(torch.float32),
+        per_source=0,
+        per_target=0,
+    )
 
 
 def _alignment(rows: Tensor) -> int:
