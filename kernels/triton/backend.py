@@ -38,7 +38,7 @@ from .grouped_gemm import (
 from .guard import launch, triton
 from .routing import experts_of, num_tiles, sum_rows
 from .tiles import Tile, choose
-from .weight_gradients import Operands, chunk_of, ragged_gradient, segment_sums
+from .weight_gradients import Operands, aligned, chunk_of, ragged_gradient, segment_sums
 
 
 class TritonKernels(DeferringBackend):
@@ -260,8 +260,8 @@ def _mlp_weight_gradients(
     first, up, down = calls[0].call, list[Operands](), list[Operands]()
     for each in calls:
         assert each.z_NW is not None, "perceptrons have it"
-        up.append(Operands(_aligned(each.call.x_UD), each.z_NW, each.call))
-        down.append(Operands(each.saved, _aligned(each.grad_TO), each.call))
+        up.append(Operands(aligned(each.call.x_UD), each.z_NW, each.call))
+        down.append(Operands(each.saved, aligned(each.grad_TO), each.call))
     activation = None if first.activation == "relu" else first.activation
     into_up, into_down = (None, None) if into is None else into.weights
     chunk = chunk_of(up, first.w_up_EDW)
@@ -275,12 +275,6 @@ def _mlp_weight_gradients(
 def _linear_weight_gradient(calls: Sequence[Deferred[LinearCall]], into: Into | None) -> Tensor:
     operands, w_EDO = list[Operands](), calls[0].call.w_EDO
     for each in calls:
-        operands.append(Operands(_aligned(each.call.x_UD), _aligned(each.grad_TO), each.call))
+        operands.append(Operands(aligned(each.call.x_UD), aligned(each.grad_TO), each.call))
     [into_EDO] = [None] if into is None else into.weights
     return ragged_gradient(operands, w_EDO, chunk_of(operands, w_EDO), into=into_EDO)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """Returns the rows contiguous and aligned to 16 bytes."""
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows

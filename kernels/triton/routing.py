@@ -27,7 +27,7 @@ _COLUMNS = 1024  # of a program that sums rows
 _ELEMENTS = 4096  # of its tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "num_parts"])
 def _count(
     expert_N,
     counts_BE,
@@ -69,7 +69,7 @@ def _bases(
     return starts + earlier
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "num_parts", "num_blocks"])
 def _scatter(
     expert_N,
     counts_BE,

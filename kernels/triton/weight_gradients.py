@@ -304,12 +304,13 @@ def _listed(
     sample, num_rows = calls[0], _num_rows(calls)
     routes, device = sample.routes, sample.u.device
     u_at_N, v_at_N = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
-    gate_N = torch.empty(num_rows, device=device) if of_targets else None
+    gate_N = torch.empty(num_rows, dtype=torch.float32, device=device) if of_targets else None
     tensors = list[Tensor | None]()
     for call in calls:
         of = call.routes
         index = of.source_N if of_sources else None, of.target_N if of_targets else None
-        tensors += [call.u, call.v, of.order_N, *index, of.weight_N, of.starts_E1]
+        lists = (each if each is None else aligned(each) for each in (*index, of.weight_N))
+        tensors += [call.u, call.v, of.order_N, *lists, of.starts_E1]
     total_starts_E1 = torch.empty_like(routes.starts_E1)
     launch(
         _list_rows,
@@ -337,6 +338,12 @@ def _by_index(routes: SortedRoutes) -> SortedRoutes:
         per_source=0,
         per_target=0,
     )
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Returns the rows contiguous and aligned to 16 bytes: a kernel compiles for other addresses again."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _alignment(rows: Tensor) -> int:
