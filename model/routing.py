@@ -70,11 +70,8 @@ class Routes:
         return known
 
     def known_starts(self) -> Tensor | None:
-        """Returns each expert's start in sorted order, (E + 1,) int32; None: not sorted yet.
-
-        A separate tensor, because kernels attach data to the sorting's own (triton/routing.py).
-        """
-        return self.sorting.starts_E1.detach() if "_sorting" in self.__dict__ else None
+        """Returns each expert's start in sorted order, (E + 1,) int32; None: not sorted yet."""
+        return self.sorting.starts_E1 if "_sorting" in self.__dict__ else None
 
     def counts(self) -> Tensor:
         """Counts the routes of each expert, (E,) int64; int32 if already sorted."""

@@ -1,6 +1,5 @@
 """The `triton` backend: the kernels that a call launches, in order.
 
-    first       tile tables and sorted rows, once for all products over a list of routes
     forward     K1 (activation); K2 in route order; Rd sums each target's outputs
     backward    K1 (gradients of hidden rows and gates); K2 with w_up transposed; Rd sums each
                 source's gradients; K3 twice
@@ -37,16 +36,9 @@ from .grouped_gemm import (
     rows_product,
 )
 from .guard import cdiv, launch
-from .routing import SortedRows, plan_of, sum_rows
+from .routing import experts_of, num_tiles, sum_rows
 from .tiles import Tile, choose
-from .weight_gradients import (
-    Operands,
-    Work,
-    cut_work,
-    ragged_gradient,
-    segment_sums,
-    tile_of,
-)
+from .weight_gradients import Operands, aligned, chunk_of, ragged_gradient, segment_sums
 
 
 class TritonKernels(DeferringBackend):
@@ -71,14 +63,15 @@ class TritonKernels(DeferringBackend):
             gathered_activation,
             tile,
             cdiv(hidden_width, tile.columns),
-            *(x_UD, products.rows.source_N, call.w_up_EDW, call.b_up_EW, saved, hidden),
+            *(x_UD, call.order_N, call.source_N, call.w_up_EDW, call.b_up_EW, saved, hidden),
             D=width_in,
             F=hidden_width,
             ACT=call.activation,
+            PER_SOURCE=call.per_source,
         )
         out_NO = x_UD.new_empty(call.num_routes, width_out)
         rows = saved if hidden is None else hidden
-        products.narrow_to_wide(rows, None, call.w_down_EFO, out_NO, bias=call.b_down_EO)
+        products.narrow_to_wide(rows, call.w_down_EFO, out_NO, bias=call.b_down_EO)
         return _sum_to_targets(out_NO, call), saved
 
     def mlp_backward(
@@ -95,24 +88,22 @@ class TritonKernels(DeferringBackend):
         kind = "gather_back" if call.activation == "relu" else "gather_back_smooth"
         tile = products.tile(kind, columns=hidden_width, depth=width_out)
         grad_gate = products.new_gate_gradient(cdiv(hidden_width, tile.columns))
-        target_N, gate_N = products.rows.target_N, products.rows.gate_N
         products.launch(
             gathered_hidden_gradient,
             tile,
             len(grad_gate),
-            *(grad_TO, target_N, call.w_down_EFO, call.b_down_EO, saved, gate_N, d_z, grad_gate),
-            call.order_N,
+            *(grad_TO, call.order_N, call.target_N, call.w_down_EFO, call.b_down_EO, saved),
+            *(call.weight_N, d_z, grad_gate),
             numbers=(call.num_routes,),
             OUT=width_out,
             F=hidden_width,
             ACT=call.activation,
+            PER_TARGET=call.per_target,
         )
         out_ND = grad_TO.new_empty(call.num_routes, width_in)
-        products.narrow_to_wide(d_z, None, call.w_up_EDW, out_ND, transposed=True, gated=False)
-        b_up = None if call.b_up_EW is None else segment_sums(d_z, None, None, call.starts_E1)
-        b_down = None
-        if call.b_down_EO is not None:
-            b_down = segment_sums(grad_TO, target_N, gate_N, call.starts_E1)
+        products.narrow_to_wide(d_z, call.w_up_EDW, out_ND, transposed=True, gated=False)
+        b_up = None if call.b_up_EW is None else segment_sums(d_z, call, of_targets=False)
+        b_down = None if call.b_down_EO is None else segment_sums(grad_TO, call, of_targets=True)
         grad_x = _sum_to_sources(out_ND, call, call.x_UD.shape[0])
         return RowGradients(grad_x, _sum_parts(grad_gate, call), b_up, b_down, d_z)
 
@@ -124,7 +115,8 @@ class TritonKernels(DeferringBackend):
         _, width_in, width_out = call.w_EDO.shape
         out_NO = x_UD.new_empty(call.num_routes, width_out)
         if width_out > width_in:
-            products.narrow_to_wide(x_UD, products.rows.source_N, call.w_EDO, out_NO)
+            index = call.source_N, call.per_source
+            products.narrow_to_wide(x_UD, call.w_EDO, out_NO, index=index)
             return _sum_to_targets(out_NO, call), x_UD.new_empty(0)
         saved = x_UD.new_empty(call.num_routes + ROW_SLACK, width_out)
         tile = products.tile("gather", columns=width_out, depth=width_in)
@@ -132,10 +124,10 @@ class TritonKernels(DeferringBackend):
             gathered_gate,
             tile,
             cdiv(width_out, tile.columns),
-            *(x_UD, products.rows.source_N, call.w_EDO, products.rows.gate_N, saved, out_NO),
-            call.order_N,
+            *(x_UD, call.order_N, call.source_N, call.w_EDO, call.weight_N, saved, out_NO),
             D=width_in,
             OUT=width_out,
+            PER_SOURCE=call.per_source,
         )
         return _sum_to_targets(out_NO, call), saved
 
@@ -152,12 +144,12 @@ class TritonKernels(DeferringBackend):
         """Implements `linear_backward_rows`; computes the gate's gradient on the narrow side."""
         products = _Products(call, grad_TO)
         x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
-        source_N, target_N = products.rows.source_N, products.rows.target_N
         out_ND = grad_TO.new_empty(call.num_routes, width_in)
         if width_out <= width_in:
             grad_gate = products.new_gate_gradient(1)
             products.narrow_to_wide(
-                *(grad_TO, target_N, call.w_EDO, out_ND),
+                *(grad_TO, call.w_EDO, out_ND),
+                index=(call.target_N, call.per_target),
                 transposed=True,
                 saved=saved,
                 grad_gate=grad_gate,
@@ -169,11 +161,13 @@ class TritonKernels(DeferringBackend):
                 gathered_input_gradient,
                 tile,
                 len(grad_gate),
-                *(grad_TO, target_N, call.w_EDO, x_UD, source_N, products.rows.gate_N, out_ND),
-                *(grad_gate, call.order_N),
+                *(grad_TO, call.order_N, call.target_N, call.w_EDO, x_UD, call.source_N),
+                *(call.weight_N, out_ND, grad_gate),
                 numbers=(call.num_routes,),
                 OUT=width_out,
                 D=width_in,
+                PER_SOURCE=call.per_source,
+                PER_TARGET=call.per_target,
             )
         grad_x = _sum_to_sources(out_ND, call, x_UD.shape[0])
         return RowGradients(grad_x, _sum_parts(grad_gate, call))
@@ -183,14 +177,10 @@ class TritonKernels(DeferringBackend):
 
 
 class _Products:
-    """Launches the products of one call, which share sorted rows and tile tables."""
+    """Launches the products of one call."""
 
     def __init__(self, call: SortedRoutes, rows: Tensor) -> None:
-        self._routes, self._dtype, self._plan = call, rows.dtype, plan_of(call)
-
-    @property
-    def rows(self) -> SortedRows:
-        return self._plan.rows(self._routes)
+        self._routes, self._dtype = call, rows.dtype
 
     def tile(self, kernel: str, **widths: int) -> Tile:
         routes = self._routes
@@ -204,41 +194,45 @@ class _Products:
     def launch(
         self, kernel: Any, tile: Tile, column_tiles: int, *args: Any, **constants: Any
     ) -> None:
-        """Launches one program per row tile and column tile; the tile table is the last argument."""
-        table = self._plan.table(self._routes, tile.rows)
-        index = (table.expert_L, table.first_L, self._routes.starts_E1)
+        """Launches one program per row tile and column tile; the experts' starts are the last argument."""
+        num_routes, num_experts = self._routes.num_routes, self._routes.num_experts
         launch(
             kernel,
-            table.length * column_tiles if self._routes.num_routes else 0,
-            *(*args, *index, *constants.pop("numbers", ())),
+            num_tiles(num_routes, num_experts, tile.rows) * column_tiles if num_routes else 0,
+            *(*args, self._routes.starts_E1, *constants.pop("numbers", ())),
             **constants,
+            **experts_of(num_experts),
             **tile.options(),
         )
 
     def narrow_to_wide(
         self,
         rows: Tensor,
-        row_index: Tensor | None,
         w: Tensor,
         out: Tensor,
         *,
+        index: tuple[Tensor | None, int] = (None, 0),
         transposed: bool = False,
         gated: bool = True,
         bias: Tensor | None = None,
         saved: Tensor | None = None,
         grad_gate: Tensor | None = None,
     ) -> None:
-        """Launches K2, which writes outputs in route order so that each target's are contiguous."""
+        """Launches K2, which writes outputs in route order so that each target's are contiguous.
+
+        `index` is a route's row by index or by rule; without it the rows are sorted.
+        """
         inner, wide = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
-        order_N = self._routes.order_N
+        (index_N, per_row), routes = index, self._routes
         self.launch(
             rows_product,
             self.tile("rows", columns=wide, depth=inner),
             1,
-            *(rows, row_index, w, bias, self.rows.gate_N if gated else None, out, order_N),
-            *(saved, grad_gate, None if saved is None else order_N),
+            *(rows, routes.order_N, index_N, w, bias, routes.weight_N if gated else None, out),
+            *(saved, grad_gate),
             K=inner,
             OUT=wide,
+            PER=per_row,
             TRANSPOSED=transposed,
         )
 
@@ -265,39 +259,22 @@ def _mlp_weight_gradients(
     """Computes both gradients over all calls, summed in float32, and adds them to `into` if given."""
     first, up, down = calls[0].call, list[Operands](), list[Operands]()
     for each in calls:
-        call, rows = each.call, plan_of(each.call).rows(each.call)
-        x_UD, grad_TO, starts_E1 = _aligned(call.x_UD), _aligned(each.grad_TO), call.starts_E1
         assert each.z_NW is not None, "perceptrons have it"
-        up.append(Operands(x_UD, each.z_NW, rows.source_N, None, None, starts_E1))
-        down.append(Operands(each.saved, grad_TO, None, rows.target_N, rows.gate_N, starts_E1))
+        up.append(Operands(aligned(each.call.x_UD), each.z_NW, each.call))
+        down.append(Operands(each.saved, aligned(each.grad_TO), each.call))
     activation = None if first.activation == "relu" else first.activation
     into_up, into_down = (None, None) if into is None else into.weights
-    work = _work([each.call for each in calls], first.w_up_EDW)
-    w_up = ragged_gradient(up, work, first.w_up_EDW, into=into_up)
-    w_down = ragged_gradient(down, work, first.w_down_EFO, into=into_down, activation=activation)
+    chunk = chunk_of(up, first.w_up_EDW)
+    w_up = ragged_gradient(up, first.w_up_EDW, chunk, of_targets=False, into=into_up)
+    w_down = ragged_gradient(
+        down, first.w_down_EFO, chunk, of_sources=False, into=into_down, activation=activation
+    )
     return w_up, w_down
 
 
 def _linear_weight_gradient(calls: Sequence[Deferred[LinearCall]], into: Into | None) -> Tensor:
     operands, w_EDO = list[Operands](), calls[0].call.w_EDO
     for each in calls:
-        call, rows = each.call, plan_of(each.call).rows(each.call)
-        x_UD, grad_TO = _aligned(call.x_UD), _aligned(each.grad_TO)
-        index = rows.source_N, rows.target_N, rows.gate_N
-        operands.append(Operands(x_UD, grad_TO, *index, call.starts_E1))
+        operands.append(Operands(aligned(each.call.x_UD), aligned(each.grad_TO), each.call))
     [into_EDO] = [None] if into is None else into.weights
-    work = _work([each.call for each in calls], w_EDO)
-    return ragged_gradient(operands, work, w_EDO, into=into_EDO)
-
-
-def _work(calls: Sequence[SortedRoutes], weights: Tensor) -> Work:
-    """Cuts the rows of all calls into chunks; `weights` is any matrix of the bank."""
-    num_rows = sum(call.num_routes for call in calls)
-    _, tiles = tile_of(weights, num_rows, None)
-    return cut_work([call.starts_E1 for call in calls], num_rows, tiles=tiles)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """Returns the rows contiguous and aligned to 16 bytes."""
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows
+    return ragged_gradient(operands, w_EDO, chunk_of(operands, w_EDO), into=into_EDO)

@@ -19,6 +19,7 @@ output width; tiles ROWS × COLUMNS, DEPTH steps along the inner width.
 
 from ..reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from .guard import tl, triton
+from .routing import find_tile, look_up, row_of
 
 _LIMIT, _ALPHA = tl.core.constexpr(SWIGLU_LIMIT), tl.core.constexpr(SWIGLU_ALPHA)
 
@@ -56,19 +57,11 @@ def factor(content, ACT: tl.constexpr):
 
 
 @triton.jit
-def _tile(tile_expert, tile_first, starts, tile, ROWS: tl.constexpr):
-    """Returns a tile's expert (−1: none), its sorted rows, and a mask of this expert's rows."""
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-    return expert, rows, rows < tl.load(starts + tl.maximum(expert, 0) + 1)
-
-
-@triton.jit
-def _at(index, rows, live):
-    """Returns index[rows], or the rows themselves without an index."""
-    if index is not None:
-        rows = tl.load(index + rows, mask=live, other=0)
-    return rows
+def _tile(starts, tile, E: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Returns a tile's expert, how many rows are left of it, its sorted rows, and a mask of them."""
+    expert, _, first, end = find_tile(starts, tile, ROWS, E, BINS)
+    rows = first + tl.arange(0, ROWS)
+    return expert, end - first, rows, rows < end
 
 
 @triton.jit
@@ -150,17 +143,19 @@ def _two_products(
 @triton.jit
 def gathered_activation(
     x,
-    source_rows,
+    order,
+    source,
     w,
     bias,
     saved,
     hidden,
-    tile_expert,
-    tile_first,
     starts,
     D: tl.constexpr,
     F: tl.constexpr,
     ACT: tl.constexpr,
+    PER_SOURCE: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -173,11 +168,11 @@ def gathered_activation(
     W: tl.constexpr = 2 * F if GATED else F
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     dtype: tl.constexpr = saved.dtype.element_ty
-    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
-    if expert < 0:
+    expert, left, rows, live = _tile(starts, tl.program_id(0) // TILES, E, BINS, ROWS)
+    if left <= 0:
         return
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
-    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    sources = row_of(order, source, rows, live, PER_SOURCE)
     mask = live[:, None] & (cols < F)[None, :]
     saved_at = saved + rows.to(tl.int64)[:, None] * W + cols[None, :]
     w += expert.to(tl.int64) * D * W
@@ -209,35 +204,36 @@ def gathered_activation(
 @triton.jit
 def gathered_gate(
     x,
-    source_rows,
+    order,
+    source,
     w,
-    gate_rows,
+    gates,
     saved,
     out,
-    out_rows,
-    tile_expert,
-    tile_first,
     starts,
     D: tl.constexpr,
     OUT: tl.constexpr,
+    PER_SOURCE: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes saved = x[source] · w[e], (N, O) in sorted order, and out[out_rows] = gate · saved."""
+    """Computes saved = x[source] · w[e], (N, O) in sorted order, and out[order] = gate · saved."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
-    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
-    if expert < 0:
+    expert, left, rows, live = _tile(starts, tl.program_id(0) // TILES, E, BINS, ROWS)
+    if left <= 0:
         return
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
-    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    sources = row_of(order, source, rows, live, PER_SOURCE)
     w += expert.to(tl.int64) * D * OUT
     output = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < OUT)[None, :]
     saved_at = saved + rows.to(tl.int64)[:, None] * OUT + cols[None, :]
     tl.store(saved_at, output.to(saved.dtype.element_ty), mask=mask)
-    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
-    places = _at(out_rows, rows, live).to(tl.int64)
+    places = look_up(order, rows, live).to(tl.int64)
+    gate = tl.load(gates + places, mask=live, other=0.0).to(tl.float32)
     _put(output, None, gate, out, places, live, cols, expert, OUT)
 
 
@@ -258,21 +254,22 @@ def _bias_products(a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: 
 @triton.jit
 def gathered_hidden_gradient(
     grad,
-    target_rows,
+    order,
+    target,
     w,
     bias,
     saved,
-    gate_rows,
+    gates,
     d_z,
     grad_gate,
-    out_rows,
-    tile_expert,
-    tile_first,
     starts,
     num_routes,
     OUT: tl.constexpr,
     F: tl.constexpr,
     ACT: tl.constexpr,
+    PER_TARGET: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -286,18 +283,19 @@ def gathered_hidden_gradient(
     W: tl.constexpr = 2 * F if GATED else F
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     dtype: tl.constexpr = d_z.dtype.element_ty
-    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
-    if expert < 0:
+    expert, left, rows, live = _tile(starts, tl.program_id(0) // TILES, E, BINS, ROWS)
+    if left <= 0:
         return
     column_tile = tl.program_id(0) % TILES
     grad_gate += column_tile.to(tl.int64) * num_routes
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
+    targets = row_of(order, target, rows, live, PER_TARGET)
     w += expert.to(tl.int64) * F * OUT
     d_hidden = _product(grad, targets, w, cols, OUT, F, 1, OUT, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < F)[None, :]
     at = rows.to(tl.int64)[:, None] * W + cols[None, :]
-    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    places = look_up(order, rows, live)
+    gate = tl.load(gates + places, mask=live, other=0.0).to(tl.float32)
     z = tl.load(saved + at, mask=mask, other=0.0).to(tl.float32)
     if ACT == "relu":
         d_gate = tl.sum(z * d_hidden, 1)
@@ -317,90 +315,92 @@ def gathered_hidden_gradient(
         tl.store(d_z + at, (gate[:, None] * d_hidden * slope).to(dtype), mask=mask)
     if bias is not None and column_tile == 0:
         d_gate += _bias_products(grad, targets, bias + expert.to(tl.int64) * OUT, OUT, ROWS, DEPTH)
-    tl.store(grad_gate + _at(out_rows, rows, live), d_gate, mask=live)
+    tl.store(grad_gate + places, d_gate, mask=live)
 
 
 @triton.jit
 def gathered_input_gradient(
     grad,
-    target_rows,
+    order,
+    target,
     w,
     x,
-    source_rows,
-    gate_rows,
+    source,
+    gates,
     out,
     grad_gate,
-    out_rows,
-    tile_expert,
-    tile_first,
     starts,
     num_routes,
     OUT: tl.constexpr,
     D: tl.constexpr,
+    PER_SOURCE: tl.constexpr,
+    PER_TARGET: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Computes d_x = grad[target] · w[e]ᵀ for a matrix with a narrow input.
 
-    The gate's gradient is Σ x · d_x, and out[out_rows] = gate · d_x.
+    The gate's gradient is Σ x · d_x, and out[order] = gate · d_x.
     """
     TILES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
-    if expert < 0:
+    expert, left, rows, live = _tile(starts, tl.program_id(0) // TILES, E, BINS, ROWS)
+    if left <= 0:
         return
     column_tile = tl.program_id(0) % TILES
     grad_gate += column_tile.to(tl.int64) * num_routes
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
+    targets = row_of(order, target, rows, live, PER_TARGET)
     w += expert.to(tl.int64) * D * OUT
     d_x = _product(grad, targets, w, cols, OUT, D, 1, OUT, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < D)[None, :]
-    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    sources = row_of(order, source, rows, live, PER_SOURCE)
     inputs = tl.load(x + sources[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    places = _at(out_rows, rows, live).to(tl.int64)
+    places = look_up(order, rows, live).to(tl.int64)
     tl.store(grad_gate + places, tl.sum(inputs * d_x, 1), mask=live)
-    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    gate = tl.load(gates + places, mask=live, other=0.0).to(tl.float32)
     _put(d_x, None, gate, out, places, live, cols, expert, D)
 
 
 @triton.jit
 def rows_product(
     a,
-    a_rows,
+    order,
+    index,
     w,
     bias,
-    gate_rows,
+    gates,
     out,
-    out_rows,
     saved,
     grad_gate,
-    gate_places,
-    tile_expert,
-    tile_first,
     starts,
     K: tl.constexpr,
     OUT: tl.constexpr,
+    PER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes out[out_rows] = gate · (a[a_rows] · w[e] + bias[e]), (…, O).
+    """Computes out[order] = gate · (a · w[e] + bias[e]), (…, O), with the rows of a by `index` or PER.
 
-    Row indices of None mean the sorted rows. `w` is (E, K, O), or (E, O, K) if TRANSPOSED. With
-    `saved` (N, K) in sorted order, also computes grad_gate[gate_places] = Σ saved · a[a_rows].
+    `w` is (E, K, O), or (E, O, K) if TRANSPOSED. With `saved` (N, K) in sorted order, also computes
+    grad_gate[order] = Σ saved · a.
     """
     W_K: tl.constexpr = 1 if TRANSPOSED else OUT
     W_N: tl.constexpr = K if TRANSPOSED else 1
-    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
-    if expert < 0:
+    expert, left, rows, live = _tile(starts, tl.program_id(0), E, BINS, ROWS)
+    if left <= 0:
         return
-    sources = tl.where(live, _at(a_rows, rows, live), 0).to(tl.int64)
-    places = _at(out_rows, rows, live).to(tl.int64)
+    sources = row_of(order, index, rows, live, PER)
+    places = look_up(order, rows, live).to(tl.int64)
     gate = None
-    if gate_rows is not None:
-        gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    if gates is not None:
+        gate = tl.load(gates + places, mask=live, other=0.0).to(tl.float32)
     w += expert.to(tl.int64) * K * OUT
     depth = tl.arange(0, DEPTH)
     if saved is not None:
@@ -412,7 +412,7 @@ def rows_product(
             )
             grads = tl.load(a + sources[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
             d_gate += tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)
-        tl.store(grad_gate + _at(gate_places, rows, live), d_gate, mask=live)
+        tl.store(grad_gate + places, d_gate, mask=live)
     if K <= DEPTH:
         a_tile = tl.load(
             a + sources[:, None] * K + depth[None, :], mask=(depth < K)[None, :], other=0.0

@@ -1,130 +1,102 @@
-"""Sorts routes by expert and prepares the order for the grouped products, without host synchronisation.
+"""Sorts routes by expert and cuts their experts' rows into tiles, without host synchronisation.
 
-  1. `sort_routes`: a histogram per block of routes, one scan per expert over the blocks, and a stable
-     scatter: three small kernels.
-  2. `TileTable`: each program's expert and first row in a grouped product. Its length is fixed,
-     ceil(N/rows) + E, so grids are static and can be captured in a CUDA graph. Surplus programs find
-     expert −1 and exit.
-  3. `sorted_rows`: source row, target row and gate weight of every sorted place, so a product reads
-     one index per row.
+  1. `sort_routes`: counts per block of routes, then a stable scatter, whose programs sum the counts of
+     all blocks themselves: two kernels. Nothing is added atomically, so nothing needs zeroing.
+  2. `find_tile`: a program of a product finds its expert and rows in the sorted experts' starts. There
+     are floor(N/rows) + E tiles, so grids are static and can be captured in a CUDA graph. Programs of
+     surplus tiles find no rows and exit.
+  3. `row_of`: source or target row of a sorted place, by an index or by rule.
   4. `sum_rows` (Rd): sums each target's outputs in route order and float32, and rounds once. It is
      memory-bound. Outputs are in route order, so targets with equally many routes need no index.
 
-All products over one list of routes, forward and backward, share these tables (`plan_of`).
-
-All atomics are on integers, so runs agree bit for bit.
-
-Legend: N routes, E experts, B blocks of routes, L entries of a table, U target rows, O columns.
+Legend: N routes, E experts, B blocks of routes, U target rows, O columns.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from ..calls import SortedRoutes
-from .guard import cdiv, launch, next_power_of_2, tl, triton
+from .guard import INTERPRETED, cdiv, launch, next_power_of_2, tl, triton
 
-# routes per program of the sort: comparing all pairs of a block stays in registers
-_BLOCK = 256
-_COMPARED = 32
-_SCAN = 1024
-_LEAST_BINS = 128
+# Routes that a program sorts at a time, and programs, each of which reads the counts of all. Small ones
+# give the tests' small cases several.
+_BLOCK, _PROGRAMS = (16, 4) if INTERPRETED else (2048, 128)
+_COUNTS = 8192  # of these that it reads at a time
+_LEAST_BINS = 256  # of a histogram: one per thread
+_BINS = 1024  # starts that a tile compares at a time
 _COLUMNS = 1024  # of a program that sums rows
 _ELEMENTS = 4096  # of its tile
-_COMPARISONS = 8192  # of a program of the tile table: more would not fit in registers
 
 
-@triton.jit(do_not_specialize=["num_routes", "num_blocks"])
-def _histogram(
+@triton.jit(do_not_specialize=["num_routes", "num_parts"])
+def _count(
     expert_N,
-    counts_EB,
-    totals_E,
+    counts_BE,
     num_routes,
-    num_blocks,
+    num_parts,
     E: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Counts the routes of each expert in one block and adds the counts to the totals."""
+    """Counts the routes of each expert in one block of `num_parts` times BLOCK routes."""
     block = tl.program_id(0)
-    route = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(expert_N + route, mask=route < num_routes, other=E).to(tl.int32)
-    counts = tl.histogram(expert, BINS)  # bin E takes what lies past the end
     bins = tl.arange(0, BINS)
-    tl.store(counts_EB + bins * num_blocks + block, counts, mask=bins < E)
-    tl.atomic_add(totals_E + bins, counts, mask=(bins < E) & (counts > 0))
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def _scan(
-    counts_EB,
-    totals_E,
-    starts_E1,
-    num_blocks,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    SCAN: tl.constexpr,
-):
-    """Computes expert e's first row (one program per expert), and turns its block counts into offsets."""
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    base = tl.sum(tl.load(totals_E + bins, mask=bins < expert, other=0))
-    tl.store(starts_E1 + expert, base)
-    for first in range(0, num_blocks, SCAN):
-        blocks = first + tl.arange(0, SCAN)
-        at = counts_EB + expert * num_blocks + blocks
-        counts = tl.load(at, mask=blocks < num_blocks, other=0)
-        tl.store(at, base + tl.cumsum(counts, 0) - counts, mask=blocks < num_blocks)
-        base += tl.sum(counts)
-    if expert == E - 1:
-        tl.store(starts_E1 + E, base)
+    counts = tl.zeros((BINS,), tl.int32)
+    for part in range(num_parts):
+        route = (block * num_parts + part) * BLOCK + tl.arange(0, BLOCK)
+        expert = tl.load(expert_N + route, mask=route < num_routes, other=E).to(tl.int32)
+        counts += tl.histogram(expert, BINS)  # bin E takes what lies past the end
+    tl.store(counts_BE + block * E + bins, counts, mask=bins < E)
 
 
 @triton.jit
-def rank_in_block(
-    keys_N,
-    own,
-    block,
-    num_routes,
-    PAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COMPARED: tl.constexpr,
+def _bases(
+    counts_BE, starts_E1, num_blocks, E: tl.constexpr, BINS: tl.constexpr, READ: tl.constexpr
 ):
-    """Counts for each route the earlier routes of its block with the same key; `own` are the keys."""
-    lane = tl.arange(0, BLOCK)
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, BLOCK, COMPARED):
-        other_lane = first + tl.arange(0, COMPARED)
-        other_route = block * BLOCK + other_lane
-        other = tl.load(keys_N + other_route, mask=other_route < num_routes, other=PAST)
-        same = own[:, None] == other.to(tl.int32)[None, :]
-        rank += tl.sum((same & (other_lane[None, :] < lane[:, None])).to(tl.int32), 1)
-    return rank
+    """Computes each expert's first place in this block; the first block writes the experts' starts."""
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    totals = tl.zeros((BINS,), tl.int32)
+    earlier = tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_blocks, READ):
+        blocks = first + tl.arange(0, READ)
+        mask = (blocks < num_blocks)[:, None] & (bins < E)[None, :]
+        counts = tl.load(counts_BE + blocks[:, None] * E + bins[None, :], mask=mask, other=0)
+        totals += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where((blocks < block)[:, None], counts, 0), 0)
+    starts = tl.cumsum(totals, 0) - totals
+    if block == 0:
+        tl.store(starts_E1 + bins, starts, mask=bins <= E)
+    return starts + earlier
 
 
-@triton.jit(do_not_specialize=["num_routes", "num_blocks"])
+@triton.jit(do_not_specialize=["num_routes", "num_parts", "num_blocks"])
 def _scatter(
     expert_N,
-    bases_EB,
+    counts_BE,
     order_N,
     place_N,
+    starts_E1,
     num_routes,
+    num_parts,
     num_blocks,
     E: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
-    COMPARED: tl.constexpr,
+    READ: tl.constexpr,
 ):
-    """Writes every route's place: its expert's base in this block plus its rank within the block."""
-    block = tl.program_id(0)
-    route = block * BLOCK + tl.arange(0, BLOCK)
-    live = route < num_routes
-    expert = tl.load(expert_N + route, mask=live, other=E).to(tl.int32)
-    rank = rank_in_block(expert_N, expert, block, num_routes, E, BLOCK, COMPARED)
-    base = tl.load(bases_EB + expert * num_blocks + block, mask=live, other=0)
-    tl.store(order_N + base + rank, route, mask=live)
-    tl.store(place_N + route, base + rank, mask=live)
+    """Writes every route's place. A part's routes are sorted by expert, then number: stably."""
+    bases = _bases(counts_BE, starts_E1, num_blocks, E, BINS, READ)
+    lane = tl.arange(0, BLOCK)
+    for part in range(num_parts):
+        first = (tl.program_id(0) * num_parts + part) * BLOCK
+        expert = tl.load(expert_N + first + lane, mask=first + lane < num_routes, other=E)
+        keys = tl.sort(expert.to(tl.int32) * BLOCK + lane)
+        expert, route = keys // BLOCK, first + keys % BLOCK
+        counts = tl.histogram(expert, BINS)
+        place = tl.gather(bases - (tl.cumsum(counts, 0) - counts), expert, 0) + lane
+        tl.store(order_N + place, route, mask=route < num_routes)
+        tl.store(place_N + route, place, mask=route < num_routes)
+        bases += counts
 
 
 def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,237 +105,75 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     Stable, and without host synchronisation.
     """
     expert_N, num_routes = expert_N.contiguous(), expert_N.shape[0]
-    num_blocks = max(1, cdiv(num_routes, _BLOCK))
-    order_N, place_N, starts_E1, counts_EB, totals_E = (
-        torch.empty(shape, dtype=torch.int32, device=expert_N.device)
-        for shape in (
-            num_routes,
-            num_routes,
-            num_experts + 1,
-            (num_experts, num_blocks),
-            num_experts,
-        )
+    num_parts = max(1, cdiv(num_routes, _BLOCK * _PROGRAMS))
+    num_blocks = max(1, cdiv(num_routes, _BLOCK * num_parts))
+    sizes = num_routes, num_routes, num_experts + 1, (num_blocks, num_experts)
+    order_N, place_N, starts_E1, counts_BE = (
+        torch.empty(size, dtype=torch.int32, device=expert_N.device) for size in sizes
     )
-    totals_E.zero_()
     bins = max(_LEAST_BINS, next_power_of_2(num_experts + 1))
-    numbers = (num_routes, num_blocks)
+    constants = {"E": num_experts, "BINS": bins, "BLOCK": _BLOCK, "num_warps": 8}
+    numbers = num_routes, num_parts
+    launch(_count, num_blocks, expert_N, counts_BE, *numbers, **constants)
     launch(
-        _histogram,
+        _scatter,
         num_blocks,
-        expert_N,
-        counts_EB,
-        totals_E,
-        *numbers,
-        E=num_experts,
-        BINS=bins,
-        BLOCK=_BLOCK,
+        *(expert_N, counts_BE, order_N, place_N, starts_E1, *numbers, num_blocks),
+        READ=max(1, min(_COUNTS // bins, next_power_of_2(num_blocks))),
+        **constants,
     )
-    launch(
-        _scan,
-        num_experts,
-        counts_EB,
-        totals_E,
-        starts_E1,
-        num_blocks,
-        E=num_experts,
-        BINS=bins,
-        SCAN=_SCAN,
-    )
-    constants = {"E": num_experts, "BLOCK": _BLOCK, "COMPARED": _COMPARED}
-    launch(_scatter, num_blocks, expert_N, counts_EB, order_N, place_N, *numbers, **constants)
     return order_N, place_N, starts_E1
 
 
-@dataclass(frozen=True)
-class TileTable:
-    """Row tiles in expert order; entries past the last tile have expert −1.
-
-    Every tile but an expert's first has a `slot`, numbered over all experts; expert e's slots are
-    slots_E1[e] … slots_E1[e+1]−1.
-    """
-
-    expert_L: Tensor
-    first_L: Tensor
-    slot_L: Tensor
-    slots_E1: Tensor
-
-    @property
-    def length(self) -> int:
-        """Returns the number of entries."""
-        return self.expert_L.shape[0]
+# Tiles and rows -----------------------------------------------------------------------------------
 
 
 @triton.jit
-def _tile_table(
-    starts_E1,
-    expert_L,
-    first_L,
-    slot_L,
-    slots_E1,
-    length,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LEAST: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """Finds the expert, first row and slot of a block of table entries."""
-    bins = tl.arange(0, BINS)
-    starts = tl.load(starts_E1 + bins, mask=bins < E, other=0)
-    counts = tl.load(starts_E1 + bins + 1, mask=bins < E, other=0) - starts
-    tiles = tl.where(bins < E, tl.maximum((counts + ROWS - 1) // ROWS, LEAST), 0)
-    ends = tl.cumsum(tiles, 0)
-    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    # how many experts end before this entry
-    expert = tl.sum((ends[None, :] <= entry[:, None]).to(tl.int32), 1)
-    here = bins[None, :] == expert[:, None]
-    tile = entry - tl.sum(tl.where(here, (ends - tiles)[None, :], 0), 1)
-    first = tl.sum(tl.where(here, starts[None, :], 0), 1) + tile * ROWS
-    slots = tl.cumsum(tl.maximum(tiles - 1, 0), 0)
-    slot = tl.sum(tl.where(here, (slots - tl.maximum(tiles - 1, 0))[None, :], 0), 1) + tile - 1
-    live = entry < length
-    tl.store(expert_L + entry, tl.where(expert < E, expert, -1), mask=live)
-    tl.store(first_L + entry, first, mask=live)
-    tl.store(slot_L + entry, tl.where(tile > 0, slot, -1), mask=live)
-    if tl.program_id(0) == 0:
-        tl.store(slots_E1, 0)
-        tl.store(slots_E1 + 1 + bins, slots, mask=bins < E)
+def find_tile(starts, tile, rows, E: tl.constexpr, BINS: tl.constexpr):
+    """Returns a tile's expert, its number among the expert's tiles, its first row and the expert's end.
 
-
-def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -> TileTable:
-    """Cuts each expert's rows into tiles of `rows`; `least`=1 gives empty experts one empty tile."""
-    num_experts = starts_E1.shape[0] - 1
-    length = cdiv(num_rows, rows) + num_experts
-    expert_L, first_L, slot_L, slots_E1 = (
-        starts_E1.new_empty(n) for n in (length, length, length, num_experts + 1)
-    )
-    bins = max(_LEAST_BINS, next_power_of_2(num_experts))
-    entries = max(1, min(64, _COMPARISONS // bins))
-    launch(
-        _tile_table,
-        cdiv(length, entries),
-        starts_E1,
-        expert_L,
-        first_L,
-        slot_L,
-        slots_E1,
-        length,
-        E=num_experts,
-        BINS=bins,
-        ROWS=rows,
-        LEAST=least,
-        ENTRIES=entries,
-    )
-    return TileTable(expert_L, first_L, slot_L, slots_E1)
-
-
-@dataclass(frozen=True)
-class SortedRows:
-    """Source row, target row (int32) and gate weight of every sorted place."""
-
-    source_N: Tensor
-    target_N: Tensor
-    gate_N: Tensor
-
-
-@triton.jit(do_not_specialize=["num_routes"])
-def _sorted_rows(
-    order_N,
-    source_N,
-    target_N,
-    weight_N,
-    source_rows,
-    target_rows,
-    gate_rows,
-    num_routes,
-    PER_SOURCE: tl.constexpr,
-    PER_TARGET: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes source row, target row and gate weight of a block of sorted places."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < num_routes
-    route = row
-    if order_N is not None:
-        route = tl.load(order_N + row, mask=live, other=0)
-    source = route // max(PER_SOURCE, 1)
-    if source_N is not None:
-        source = tl.load(source_N + route, mask=live, other=0).to(tl.int32)
-    target = route // max(PER_TARGET, 1)
-    if target_N is not None:
-        target = tl.load(target_N + route, mask=live, other=0).to(tl.int32)
-    tl.store(source_rows + row, source, mask=live)
-    tl.store(target_rows + row, target, mask=live)
-    tl.store(gate_rows + row, tl.load(weight_N + route, mask=live, other=0), mask=live)
-
-
-def sorted_rows(routes: SortedRoutes) -> SortedRows:
-    """Resolves source row, target row and gate weight of N sorted places; 12 bytes each."""
-    num_routes, device = routes.weight_N.shape[0], routes.weight_N.device
-    source_N, target_N = (
-        torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2)
-    )
-    gate_N = torch.empty(num_routes, dtype=torch.float32, device=device)
-    given = (routes.order_N, routes.source_N, routes.target_N, routes.weight_N)
-    launch(
-        _sorted_rows,
-        cdiv(num_routes, _SCAN),
-        *(None if values is None else values.contiguous() for values in given),
-        source_N,
-        target_N,
-        gate_N,
-        num_routes,
-        PER_SOURCE=routes.per_source,
-        PER_TARGET=routes.per_target,
-        BLOCK=_SCAN,
-    )
-    return SortedRows(source_N, target_N, gate_N)
-
-
-class RoutePlan:
-    """Tables that all products over one list of sorted routes share, each created on first use.
-
-    It holds no strong reference to the list's tensors, because it lives as long as one of them.
+    Expert e's tiles are numbered from starts[e] // rows + e, which leaves enough for all its rows and
+    at least one. Surplus tiles begin at or behind the expert's end.
     """
-
-    def __init__(self, routes: SortedRoutes) -> None:
-        self._of = [None if each is None else TensorWeakRef(each) for each in _lists(routes)]
-        self._rules = routes.per_source, routes.per_target
-        self._rows: SortedRows | None = None
-        self._tables: dict[int, TileTable] = {}
-
-    def is_of(self, routes: SortedRoutes) -> bool:
-        """Returns whether this plan was made for these very tensors."""
-        known = [None if each is None else each() for each in self._of]
-        same = all(a is b for a, b in zip(known, _lists(routes), strict=True))
-        return same and self._rules == (routes.per_source, routes.per_target)
-
-    def rows(self, routes: SortedRoutes) -> SortedRows:
-        """Returns the rows and gates of the sorted places; 12 bytes each, kept with the routes."""
-        if self._rows is None:
-            self._rows = sorted_rows(routes)
-        return self._rows
-
-    def table(self, routes: SortedRoutes, rows: int) -> TileTable:
-        """Returns the table for tiles of `rows` rows."""
-        if rows not in self._tables:
-            self._tables[rows] = tile_table(routes.starts_E1, routes.num_routes, rows=rows)
-        return self._tables[rows]
+    expert = -1
+    for begin in range(0, E, BINS):
+        bins = begin + tl.arange(0, BINS)
+        firsts = tl.load(starts + bins, mask=bins < E, other=0) // rows + bins
+        expert += tl.sum(((bins < E) & (firsts <= tile)).to(tl.int32), 0)
+    start = tl.load(starts + expert)
+    number = tile - start // rows - expert
+    return expert, number, start + number * rows, tl.load(starts + expert + 1)
 
 
-_plans = WeakTensorKeyDictionary()  # by `starts_E1`, which lives as long as the pass's routes
+def num_tiles(num_rows: int, num_experts: int, rows: int) -> int:
+    """Returns how many tiles of `rows` rows the rows of all experts have at most."""
+    return num_rows // rows + num_experts
 
 
-def plan_of(routes: SortedRoutes) -> RoutePlan:
-    """Returns the plan of these routes, created once for the same tensors."""
-    found = _plans.get(routes.starts_E1)
-    if found is None or not found.is_of(routes):
-        found = _plans[routes.starts_E1] = RoutePlan(routes)
-    return found
+def experts_of(num_experts: int) -> dict[str, int]:
+    """Returns the constants of kernels that call `find_tile`."""
+    return {"E": num_experts, "BINS": min(_BINS, next_power_of_2(num_experts))}
 
 
-def _lists(routes: SortedRoutes) -> tuple[Tensor | None, ...]:
-    return routes.weight_N, routes.order_N, routes.source_N, routes.target_N
+@triton.jit
+def look_up(index, rows, live):
+    """Returns index[rows], or the rows themselves without an index; 0 where not live."""
+    return tl.where(live, rows, 0) if index is None else tl.load(index + rows, mask=live, other=0)
+
+
+@triton.jit
+def row_of(order, index, rows, live, PER: tl.constexpr):
+    """Returns the source or target rows of sorted places (int64), 0 where not live.
+
+    Route n has row index[n] or, by rule, n // PER. With neither, the places are the rows.
+    """
+    if PER > 0:
+        found = look_up(order, rows, live) // PER
+    elif index is None:
+        found = look_up(None, rows, live)
+    else:
+        found = look_up(index, look_up(order, rows, live), live)
+    return found.to(tl.int64)
 
 
 # Rd -----------------------------------------------------------------------------------------------

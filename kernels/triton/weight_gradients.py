@@ -1,11 +1,10 @@
 """K3: weight gradients as ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one or more calls.
 
-  1. `_write_addresses` writes the addresses of all calls' operands into one table.
-  2. `_list_rows` lists the row addresses of every expert, call after call: 20 bytes per row.
-  3. `ragged_product` loops over that list. Work is cut into (expert, chunk of its rows, tile of dW),
+  1. `_list_rows` lists the row addresses of every expert, call after call: 20 bytes per row.
+  2. `ragged_product` loops over that list. Work is cut into (expert, chunk of its rows, tile of dW),
      so an expert with many rows does not delay the others. An expert's first chunk writes dW; later
      chunks write separate tiles.
-  4. `_add_chunks` adds these in order: deterministic, and no traffic unless an expert has several
+  3. `_add_chunks` adds these in order: deterministic, and no traffic unless an expert has several
      chunks.
 
 Several calls (the repeats of a layer group in a Universal Transformer) share one launch, so dW is
@@ -19,92 +18,91 @@ rows at a time; CHUNK rows of an expert.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..calls import SortedRoutes
 from .grouped_gemm import factor, smooth
 from .guard import cdiv, launch, next_power_of_2, tl, triton
-from .routing import TileTable, tile_table
+from .routing import experts_of, find_tile, look_up, num_tiles, row_of
 from .tiles import Tile, choose
 
 _LEAST_CHUNK = 2048
 _PROGRAMS = 4 * 132  # of K3: fewer would leave multiprocessors of large GPUs idle
-_FIELDS = 6
+_FIELDS = tl.core.constexpr(7)  # tensors of a call
 _LISTED = 512  # rows of an expert that are listed at a time
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One call's operands of dW[e] += Σ gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]].
+    """One call's operands of dW[e] += Σ gate[n] · a(u[source of n])ᵀ · v[target of n].
 
-    The sum runs over expert e's sorted rows n. A row index of None means n itself.
+    The sum runs over expert e's routes n. Rows of u and v may be sorted already (`ragged_gradient`).
     """
 
     u: Tensor
     v: Tensor
-    u_rows_N: Tensor | None
-    v_rows_N: Tensor | None
-    gate_N: Tensor | None
-    starts_E1: Tensor
+    routes: SortedRoutes
 
 
 @triton.jit
-def _write_addresses(table, tensors, COUNT: tl.constexpr):
-    """Writes the addresses of all calls' operands into the table, skipping absent ones."""
-    for field in tl.static_range(COUNT):
-        if tensors[field] is not None:
-            tl.store(table + field, tensors[field].to(tl.int64))
+def _of_call(tensors, call, FIELD: tl.constexpr, CALLS: tl.constexpr):
+    """Returns one of a call's tensors; None if the calls have none."""
+    found = tensors[FIELD]
+    if found is not None:
+        for each in tl.static_range(1, CALLS):
+            found = tl.where(call == each, tensors[_FIELDS * each + FIELD], found)
+    return found
 
 
 @triton.jit
 def _list_rows(
-    table,
-    total_starts,
     u_at,
     v_at,
     gates,
+    total_starts,
+    tensors,
+    CALLS: tl.constexpr,
     E: tl.constexpr,
     U_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
-    U_GATHERED: tl.constexpr,
-    V_GATHERED: tl.constexpr,
-    GATED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FIELDS: tl.constexpr,
+    PER_SOURCE: tl.constexpr,
+    PER_TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Appends one call's rows of one expert to the list, after those of earlier calls."""
+    """Appends one call's rows of one expert to the list, after those of earlier calls.
+
+    The first call's programs write where the experts' lists start.
+    """
     call = tl.program_id(0) // E
     expert = tl.program_id(0) % E
-    to = tl.load(total_starts + expert)
-    for earlier in range(call):
-        starts = tl.load(table + earlier * FIELDS + 5).to(tl.pointer_type(tl.int32))
-        to += tl.load(starts + expert + 1) - tl.load(starts + expert)
-    fields = table + call * FIELDS
-    u = tl.load(fields).to(tl.pointer_type(DTYPE))
-    v = tl.load(fields + 1).to(tl.pointer_type(DTYPE))
-    starts = tl.load(fields + 5).to(tl.pointer_type(tl.int32))
+    to = 0
+    total_end = 0
+    for each in tl.static_range(CALLS):
+        starts = tensors[_FIELDS * each + 6]
+        first, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+        to += tl.where(each < call, end, first)
+        total_end += end
+    if call == 0:
+        tl.store(total_starts + expert, to)
+        tl.store(total_starts + E, total_end, mask=expert == E - 1)
+    u, v = _of_call(tensors, call, 0, CALLS), _of_call(tensors, call, 1, CALLS)
+    order = _of_call(tensors, call, 2, CALLS)
+    source, target = _of_call(tensors, call, 3, CALLS), _of_call(tensors, call, 4, CALLS)
+    weights, starts = _of_call(tensors, call, 5, CALLS), _of_call(tensors, call, 6, CALLS)
     first = tl.load(starts + expert)
     count = tl.load(starts + expert + 1) - first
     for begin in range(0, count, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         live = place < count
-        rows = first + place
-        u_rows, v_rows = rows, rows
-        if U_GATHERED:
-            index = tl.load(fields + 2).to(tl.pointer_type(tl.int32))
-            u_rows = tl.load(index + rows, mask=live, other=0)
-        if V_GATHERED:
-            index = tl.load(fields + 3).to(tl.pointer_type(tl.int32))
-            v_rows = tl.load(index + rows, mask=live, other=0)
-        if GATED:
-            weights = tl.load(fields + 4).to(tl.pointer_type(tl.float32))
-            gate = tl.load(weights + rows, mask=live, other=0.0)
-            tl.store(gates + to + place, gate, mask=live)
-        tl.store(u_at + to + place, (u + u_rows.to(tl.int64) * U_STRIDE).to(tl.int64), mask=live)
-        tl.store(v_at + to + place, (v + v_rows.to(tl.int64) * V_STRIDE).to(tl.int64), mask=live)
+        u_rows = row_of(order, source, first + place, live, PER_SOURCE)
+        v_rows = row_of(order, target, first + place, live, PER_TARGET)
+        if gates is not None:
+            gate = tl.load(weights + look_up(order, first + place, live), mask=live, other=0.0)
+            tl.store(gates + to + place, gate.to(tl.float32), mask=live)
+        tl.store(u_at + to + place, (u + u_rows * U_STRIDE).to(tl.int64), mask=live)
+        tl.store(v_at + to + place, (v + v_rows * V_STRIDE).to(tl.int64), mask=live)
 
 
 @triton.jit
@@ -144,12 +142,11 @@ def ragged_product(
     out,
     chunks,
     total_starts,
-    chunk_expert,
-    chunk_first,
-    chunk_slot,
     chunk_rows,
     M: tl.constexpr,
     K: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
     U_ALIGNED: tl.constexpr,
     V_ALIGNED: tl.constexpr,
     ACT: tl.constexpr,
@@ -164,14 +161,13 @@ def ragged_product(
     TILES: tl.constexpr = (M + ROWS - 1) // ROWS * TILES_K
     entry = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
-    expert = tl.load(chunk_expert + entry)
-    if expert < 0:
+    expert, number, begin, end = find_tile(total_starts, entry, chunk_rows, E, BINS)
+    if (number > 0) & (begin >= end):
         return
     tall = (tile // TILES_K) * ROWS + tl.arange(0, ROWS)
     wide = (tile % TILES_K) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    begin = tl.load(chunk_first + entry)
-    end = tl.minimum(begin + chunk_rows, tl.load(total_starts + expert + 1))
+    end = tl.minimum(begin + chunk_rows, end)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in range(begin, end, DEPTH):
         place = row + depth
@@ -187,9 +183,8 @@ def ragged_product(
     out += expert.to(tl.int64) * M * K
     at = tall[:, None] * K + wide[None, :]
     mask = (tall < M)[:, None] & (wide < K)[None, :]
-    slot = tl.load(chunk_slot + entry)
-    if slot >= 0:
-        tl.store(chunks + slot.to(tl.int64) * M * K + at, total, mask=mask)
+    if number > 0:  # every expert has one chunk that is none of these
+        tl.store(chunks + (entry - expert - 1).to(tl.int64) * M * K + at, total, mask=mask)
     else:
         if ACCUMULATE:
             total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
@@ -197,57 +192,40 @@ def ragged_product(
 
 
 @triton.jit
-def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_chunks(chunks, out, total_starts, chunk_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Adds an expert's later chunks to out[e], in order."""
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     expert = tl.program_id(0) // BLOCKS
-    first = tl.load(slots + expert)
-    end = tl.load(slots + expert + 1)
-    if first == end:
+    start = tl.load(total_starts + expert)
+    later = (tl.load(total_starts + expert + 1) - start - 1) // chunk_rows
+    if later <= 0:
         return
     at = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     out_at = out + expert.to(tl.int64) * SIZE + at
     total = tl.load(out_at, mask=at < SIZE, other=0.0).to(tl.float32)
-    chunk_at = chunks + tl.cast(first, tl.int64) * SIZE + at
-    for _ in range(first, end):
+    chunk_at = chunks + (start // chunk_rows).to(tl.int64) * SIZE + at
+    for _ in range(later):
         total += tl.load(chunk_at, mask=at < SIZE, other=0.0, eviction_policy="evict_first")
         chunk_at += SIZE
     tl.store(out_at, total.to(out.dtype.element_ty), mask=at < SIZE)
 
 
-@dataclass(frozen=True)
-class Work:
-    """How the rows of all calls are cut into chunks; shared by the products of a pass."""
+def chunk_of(calls: Sequence[Operands], weights: Tensor) -> int:
+    """Returns a chunk's rows: twice an expert's mean load, so that few experts have several chunks.
 
-    table: TileTable
-    total_starts_E1: Tensor
-    chunk: int
-    num_rows: int
-
-    @property
-    def most_slots(self) -> int:
-        """Returns the most chunks that are not their expert's first."""
-        return self.num_rows // self.chunk
-
-
-def cut_work(starts_CE1: Sequence[Tensor], num_rows: int, *, tiles: int) -> Work:
-    """Cuts rows into chunks of twice an expert's mean load, so that few experts have several.
-
-    Chunks shrink, to 2048 rows at least, if there would be too few programs. `tiles` is the number
-    of tiles, and thus programs per chunk, of one expert's gradient.
+    Chunks shrink, to 2048 rows at least, if there would be too few programs. `weights` is any matrix
+    of the bank.
     """
-    total_starts = (
-        starts_CE1[0]
-        if len(starts_CE1) == 1
-        else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
-    )
-    num_experts = total_starts.shape[0] - 1
+    num_rows, num_experts = _num_rows(calls), len(weights)
+    _, tiles = tile_of(weights, num_rows, None)
     chunk = next_power_of_2(2 * cdiv(num_rows, num_experts))
     while chunk > _LEAST_CHUNK and tiles * max(num_experts, num_rows // chunk) < _PROGRAMS:
         chunk //= 2
-    chunk = max(_LEAST_CHUNK, chunk)
-    table = tile_table(total_starts, num_rows, rows=chunk, least=1)
-    return Work(table, total_starts, chunk, num_rows)
+    return max(_LEAST_CHUNK, chunk)
+
+
+def _num_rows(calls: Sequence[Operands]) -> int:
+    return sum(call.routes.num_routes for call in calls)
 
 
 def tile_of(weights: Tensor, num_rows: int, activation: str | None) -> tuple[Tile, int]:
@@ -266,100 +244,106 @@ def tile_of(weights: Tensor, num_rows: int, activation: str | None) -> tuple[Til
 
 def ragged_gradient(
     calls: Sequence[Operands],
-    work: Work,
     weights: Tensor,
+    chunk: int,
     *,
+    of_sources: bool = True,
+    of_targets: bool = True,
     into: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
     """Computes the gradient summed over the calls, (E, M, K), and adds it to `into` if given.
 
+    u has a row per source, or is sorted; v has a row per target, to be gated, or is sorted.
     `activation` applies to u; None leaves the rows unchanged.
     """
     if into is not None and not into.is_contiguous():
-        return into.add_(ragged_gradient(calls, work, weights, activation=activation))
-    (num_experts, tall, wide), sample, table = weights.shape, calls[0], work.table
+        gradient = ragged_gradient(
+            *(calls, weights, chunk),
+            of_sources=of_sources,
+            of_targets=of_targets,
+            activation=activation,
+        )
+        return into.add_(gradient)
+    (num_experts, tall, wide), sample, num_rows = weights.shape, calls[0], _num_rows(calls)
     out = weights.new_empty(weights.shape) if into is None else into
-    chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
-    element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
-    tile, tiles = tile_of(weights, work.num_rows, activation)
-    u_at_N, v_at_N, gate_N = _listed(calls, work, element)
+    chunks = sample.u.new_empty(num_rows // chunk, tall, wide, dtype=torch.float32)
+    tile, tiles = tile_of(weights, num_rows, activation)
+    u_at_N, v_at_N, gate_N, starts_E1 = _listed(calls, of_sources, of_targets)
     launch(
         ragged_product,
-        table.length * tiles,
-        u_at_N,
-        v_at_N,
-        gate_N,
-        out,
-        chunks,
-        work.total_starts_E1,
-        table.expert_L,
-        table.first_L,
-        table.slot_L,
-        work.chunk,
+        num_tiles(num_rows, num_experts, chunk) * tiles,
+        *(u_at_N, v_at_N, gate_N, out, chunks, starts_E1, chunk),
         M=tall,
         K=wide,
         U_ALIGNED=_alignment(sample.u),
         V_ALIGNED=_alignment(sample.v),
         ACT=activation,
-        DTYPE=element,
+        DTYPE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype],
         ACCUMULATE=into is not None,
+        **experts_of(num_experts),
         **tile.options(),
     )
-    if work.most_slots:
+    if len(chunks):
         size = tall * wide
-        launch(
-            _add_chunks,
-            num_experts * cdiv(size, 1024),
-            chunks,
-            out,
-            table.slots_E1,
-            SIZE=size,
-            BLOCK=1024,
-        )
+        num_programs = num_experts * cdiv(size, 1024)
+        launch(_add_chunks, num_programs, chunks, out, starts_E1, chunk, SIZE=size, BLOCK=1024)
     return out
 
 
 def _listed(
-    calls: Sequence[Operands], work: Work, element: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Lists every expert's rows of all calls: addresses in u and v, (N,) int64, and gates (N,).
+    calls: Sequence[Operands], of_sources: bool, of_targets: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Lists every expert's rows of all calls: addresses in u and v, (N,) int64, gates (N,), and starts.
 
-    Kernels write the list, because a CUDA graph cannot capture a copy from the host.
+    A kernel writes the list, because a CUDA graph cannot capture a copy from the host.
     """
-    sample, num_experts = calls[0], work.total_starts_E1.shape[0] - 1
-    table, u_at_N, v_at_N = (
-        torch.empty(length, dtype=torch.int64, device=sample.u.device)
-        for length in (len(calls) * _FIELDS, work.num_rows, work.num_rows)
-    )
-    gate_N = None
-    if sample.gate_N is not None:
-        gate_N = torch.empty(work.num_rows, dtype=torch.float32, device=sample.u.device)
-    tensors = tuple(
-        tensor
-        for call in calls
-        for tensor in (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
-    )
-    launch(_write_addresses, 1, table, tensors, COUNT=len(tensors))
+    rules = {(of.order_N is None, of.per_source, of.per_target) for of in (c.routes for c in calls)}
+    if len(rules) > 1:  # the kernel follows one
+        calls = [replace(call, routes=_by_index(call.routes)) for call in calls]
+    sample, num_rows = calls[0], _num_rows(calls)
+    routes, device = sample.routes, sample.u.device
+    u_at_N, v_at_N = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+    gate_N = torch.empty(num_rows, dtype=torch.float32, device=device) if of_targets else None
+    tensors = list[Tensor | None]()
+    for call in calls:
+        of = call.routes
+        index = of.source_N if of_sources else None, of.target_N if of_targets else None
+        lists = (each if each is None else aligned(each) for each in (*index, of.weight_N))
+        tensors += [call.u, call.v, of.order_N, *lists, of.starts_E1]
+    total_starts_E1 = torch.empty_like(routes.starts_E1)
     launch(
         _list_rows,
-        len(calls) * num_experts,
-        table,
-        work.total_starts_E1,
-        u_at_N,
-        v_at_N,
-        gate_N,
-        E=num_experts,
+        len(calls) * routes.num_experts,
+        *(u_at_N, v_at_N, gate_N, total_starts_E1, tuple(tensors)),
+        CALLS=len(calls),
+        E=routes.num_experts,
         U_STRIDE=sample.u.shape[1],
         V_STRIDE=sample.v.shape[1],
-        U_GATHERED=sample.u_rows_N is not None,
-        V_GATHERED=sample.v_rows_N is not None,
-        GATED=gate_N is not None,
-        DTYPE=element,
-        FIELDS=_FIELDS,
+        PER_SOURCE=routes.per_source if of_sources else 0,
+        PER_TARGET=routes.per_target if of_targets else 0,
         BLOCK=_LISTED,
     )
-    return u_at_N, v_at_N, gate_N
+    return u_at_N, v_at_N, gate_N, total_starts_E1
+
+
+def _by_index(routes: SortedRoutes) -> SortedRoutes:
+    """Returns the same routes in sorted order, with indices instead of rules."""
+    return replace(
+        routes,
+        order_N=None,
+        source_N=routes.source_rows().long(),
+        target_N=routes.target_rows().long(),
+        weight_N=routes.gates(torch.float32),
+        per_source=0,
+        per_target=0,
+    )
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Returns the rows contiguous and aligned to 16 bytes: a kernel compiles for other addresses again."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _alignment(rows: Tensor) -> int:
@@ -371,11 +355,13 @@ def _alignment(rows: Tensor) -> int:
 @triton.jit
 def _sum_segments(
     rows,
-    row_index,
-    gate_rows,
+    order,
+    index,
+    gates,
     starts,
     out,
     OUT: tl.constexpr,
+    PER: tl.constexpr,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -388,35 +374,33 @@ def _sum_segments(
     for first in range(tl.load(starts + expert), end, DEPTH):
         place = first + tl.arange(0, DEPTH)
         live = place < end
-        at = place
-        if row_index is not None:
-            at = tl.load(row_index + place, mask=live, other=0)
+        at = row_of(order, index, place, live, PER)
         mask = live[:, None] & (cols < OUT)[None, :]
-        values = tl.load(
-            rows + at.to(tl.int64)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
-        ).to(tl.float32)
-        if gate_rows is not None:
-            values *= tl.load(gate_rows + place, mask=live, other=0.0)[:, None]
+        values = tl.load(rows + at[:, None] * OUT + cols[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        if gates is not None:
+            gate = tl.load(gates + look_up(order, place, live), mask=live, other=0.0)
+            values *= gate.to(tl.float32)[:, None]
         total += values
     tl.store(out + expert * OUT + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < OUT)
 
 
-def segment_sums(
-    rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None, starts_E1: Tensor
-) -> Tensor:
-    """Computes a bias's gradient, Σ gate · rows over each expert's rows, (E, O)."""
-    width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
+def segment_sums(rows: Tensor, routes: SortedRoutes, *, of_targets: bool) -> Tensor:
+    """Computes a bias's gradient, the sum of each expert's rows, (E, O).
+
+    The rows are sorted, or `of_targets`, and then gated.
+    """
+    width, num_experts = rows.shape[1], routes.num_experts
     out = rows.new_empty(num_experts, width)
     columns = min(128, max(16, next_power_of_2(width)))
+    given = (routes.target_N, routes.weight_N) if of_targets else (None, None)
     launch(
         _sum_segments,
         num_experts * cdiv(width, columns),
-        rows,
-        row_index_N,
-        gate_N,
-        starts_E1,
-        out,
+        *(rows, routes.order_N, *given, routes.starts_E1, out),
         OUT=width,
+        PER=routes.per_target if of_targets else 0,
         DEPTH=32,
         COLUMNS=columns,
     )

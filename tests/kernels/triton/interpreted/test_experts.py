@@ -125,14 +125,27 @@ def test_an_expert_with_many_rows_is_done_in_chunks(name: str) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("activation", slow_but(["relu", "gelu", "clamped_swiglu"], "relu"))
-def test_gradients_of_repeats_are_the_sum_of_all_calls(activation: str, defer: bool) -> None:
-    """Added to a buffer, or made in one product; each call has routes of its own, one of them none."""
+@pytest.mark.parametrize(
+    ("activation", "chosen"),
+    slow_but(
+        [("relu", 2), ("relu", 3), ("gelu", 2), ("clamped_swiglu", 2)],
+        *[("relu", 2), ("relu", 3)],
+        names=2,
+    ),
+)
+def test_gradients_of_repeats_are_the_sum_of_all_calls(
+    activation: str, chosen: int, defer: bool
+) -> None:
+    """Added to a buffer, or made in one product; each call has routes of its own, one of them none.
+
+    The last call chooses `chosen` experts, the others two.
+    """
     generator, case = torch.Generator().manual_seed(9), Case(15, 12, 7, 5, 2)
     w_up, w_down = Perceptrons(activation).weights(case, generator)
     leaves = [w_up, w_down[..., :12], torch.randn(5, 12, 5, generator=generator)]
     leaves += [torch.randn(5, 5, 12, generator=generator)]
-    calls = [make_call(Case(tokens, 12, 7, 5, 2), activation, "no bias") for tokens in (15, 0, 22)]
+    sizes = (15, 2), (0, 2), (22, chosen)
+    calls = [make_call(Case(t, 12, 7, 5, k), activation, "no bias") for t, k in sizes]
 
     def gradients(backend: str, dtype: torch.dtype) -> list[Tensor]:
         given = [(0.3 * leaf).to(dtype).requires_grad_() for leaf in leaves]

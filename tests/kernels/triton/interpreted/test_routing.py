@@ -1,26 +1,43 @@
-"""Sorting, tile tables and sums of rows in Triton against torch."""
+"""Sorting, tiles and sums of rows in Triton against torch."""
 
 import pytest
 import torch
 from pairwise import slow_but
+from torch import Tensor
 
-from moebius.kernels.calls import SortedRoutes
-from moebius.kernels.triton.routing import sort_routes, sorted_rows, sum_rows, tile_table
+from moebius.kernels.triton.guard import launch, tl, triton
+from moebius.kernels.triton.routing import (
+    experts_of,
+    find_tile,
+    num_tiles,
+    row_of,
+    sort_routes,
+    sum_rows,
+)
 
+
+def some_experts(num_routes: int, num_experts: int) -> tuple[Tensor, int]:
+    generator = torch.Generator().manual_seed(num_routes)
+    return torch.randint(num_experts, (num_routes,), generator=generator), num_experts
+
+
+# blocks have 16 routes here, and up to four programs have equally many
 EXPERTS = {
     "no route": (torch.zeros(0, dtype=torch.int64), 4),
     "one route": (torch.tensor([2]), 5),
-    "one expert": (torch.zeros(300, dtype=torch.int64), 1),
-    "the last takes all": (torch.full((300,), 6), 7),
+    "one expert": (torch.zeros(40, dtype=torch.int64), 1),
+    "the last takes all": (torch.full((33,), 6), 7),
+    "descending": (torch.arange(50).flip(0) // 4, 13),
+    "alternating": (torch.arange(35) % 2 * 62, 63),
     "strided": (torch.tensor([[1, 0], [1, 0], [0, 1], [2, 1]])[:, 0], 3),
-    "several blocks": (torch.randint(23, (900,), generator=torch.Generator().manual_seed(1)), 23),
-    "many experts": (torch.randint(300, (517,), generator=torch.Generator().manual_seed(2)), 300),
+    "full blocks": some_experts(64, 23),
+    "two blocks per program": some_experts(65, 23),
+    "many experts": some_experts(40, 300),
+    "several blocks": some_experts(500, 23),
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(EXPERTS, *(name for name in EXPERTS if name != "many experts"))
-)
+@pytest.mark.parametrize("name", slow_but(EXPERTS, *(set(EXPERTS) - {"several blocks"})))
 def test_routes_are_sorted_stably(name: str) -> None:
     expert_N, num_experts = EXPERTS[name]
     order_N, place_N, starts_E1 = sort_routes(expert_N, num_experts)
@@ -34,51 +51,60 @@ def test_routes_are_sorted_stably(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("least", [0, 1])
-@pytest.mark.parametrize("counts", [[0, 5, 64, 0, 0, 65, 1, 0], [0], [200], [0] * 70 + [33]])
-def test_tiles_cover_every_row_of_every_expert(counts: list[int], least: int) -> None:
-    counts_E = torch.tensor(counts, dtype=torch.int32)
-    starts_E1 = torch.cat((torch.zeros(1, dtype=torch.int32), counts_E.cumsum(0).to(torch.int32)))
-    table = tile_table(starts_E1, sum(counts), rows=32, least=least)
-    tiles = [
-        (expert, starts_E1[expert].item() + 32 * tile, tile)
+@triton.jit
+def _find_tiles(starts, found_L4, rows, E: tl.constexpr, BINS: tl.constexpr):
+    tile = tl.program_id(0)
+    expert, number, first, end = find_tile(starts, tile, rows, E, BINS)
+    tl.store(found_L4 + 4 * tile, expert)
+    tl.store(found_L4 + 4 * tile + 1, number)
+    tl.store(found_L4 + 4 * tile + 2, first)
+    tl.store(found_L4 + 4 * tile + 3, end)
+
+
+@pytest.mark.parametrize("bins", [None, 4])
+@pytest.mark.parametrize(
+    "counts", [[0, 5, 64, 0, 0, 65, 1, 0], [0], [32], [200], [31, 1, 0, 33, 31], [0] * 20 + [33]]
+)
+def test_tiles_cover_every_row_of_every_expert(counts: list[int], bins: int | None) -> None:
+    """Each expert has at least one tile; later ones have distinct numbers below N // rows."""
+    starts_E1 = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    num_rows, num_experts = sum(counts), len(counts)
+    found_L4 = torch.empty(num_tiles(num_rows, num_experts, 32), 4, dtype=torch.int32)
+    constants = experts_of(num_experts) | ({} if bins is None else {"BINS": bins})
+    launch(_find_tiles, len(found_L4), starts_E1, found_L4, 32, **constants)
+    starts = starts_E1.tolist()
+    wanted = [
+        (expert, number, starts[expert] + 32 * number, starts[expert + 1])
         for expert, count in enumerate(counts)
-        for tile in range(max(-(-count // 32), least))
+        for number in range(max(-(-count // 32), 1))
     ]
-    found = zip(table.expert_L.tolist(), table.first_L.tolist(), table.slot_L.tolist(), strict=True)
-    later, entry = 0, -1
-    for entry, (expert, first, slot) in enumerate(found):
-        if entry >= len(tiles):
-            assert expert == -1
-            continue
-        assert (expert, first) == tiles[entry][:2]
-        assert slot == (later if tiles[entry][2] else -1)
-        later += tiles[entry][2] > 0
-    assert entry >= len(tiles) - 1
-    per_expert = [max(-(-count // 32) - 1, 0) for count in counts]
-    assert table.slots_E1.tolist() == [
-        sum(per_expert[:expert]) for expert in range(len(counts) + 1)
-    ]
+    tiles = [tuple(row) for row in found_L4.tolist()]
+    assert [tile for tile in tiles if tile[1] == 0 or tile[2] < tile[3]] == wanted
+    later = [at - tile[0] - 1 for at, tile in enumerate(tiles) if tile[1] > 0 and tile in wanted]
+    assert len(set(later)) == len(later)
+    assert all(0 <= number < num_rows // 32 for number in later)
+
+
+@triton.jit
+def _find_rows(out_N, order, index, num_rows, PER: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = rows < num_rows
+    found = row_of(order, index, rows, live, PER)
+    tl.store(out_N + rows, tl.where(live, found, 1 - found))
 
 
 @pytest.mark.parametrize("sorted_already", [True, False])
-@pytest.mark.parametrize("ruled", [True, False])
-def test_sorted_places_know_their_rows(ruled: bool, sorted_already: bool) -> None:
+@pytest.mark.parametrize("rule", ["index", "per row", "sorted"])
+def test_sorted_places_know_their_rows(rule: str, sorted_already: bool) -> None:
     generator = torch.Generator().manual_seed(3)
-    num_routes = 1500  # two programs
-    order_N = (
-        None if sorted_already else torch.randperm(num_routes, generator=generator).to(torch.int32)
-    )
-    weight_N = torch.rand(num_routes, generator=generator)
-    source_N, target_N = (torch.randint(40, (num_routes,), generator=generator) for _ in range(2))
-    starts = torch.zeros(2, dtype=torch.int32)
-    index = (None, None) if ruled else (source_N, target_N)
-    rules = (3, 5) if ruled else (0, 0)
-    rows = sorted_rows(SortedRoutes(weight_N, order_N, None, starts, *index, 40, *rules, 0))
-    order = torch.arange(num_routes) if order_N is None else order_N.long()
-    assert torch.equal(rows.source_N.long(), order // 3 if ruled else source_N[order])
-    assert torch.equal(rows.target_N.long(), order // 5 if ruled else target_N[order])
-    assert torch.equal(rows.gate_N, weight_N[order])
+    order_N = None if sorted_already else torch.randperm(50, generator=generator).to(torch.int32)
+    index_N = torch.randint(40, (50,), generator=generator) if rule == "index" else None
+    out_N, per_row = torch.empty(64, dtype=torch.int64), 3 if rule == "per row" else 0
+    launch(_find_rows, 4, out_N, order_N, index_N, 50, PER=per_row, BLOCK=16)
+    order = torch.arange(50) if order_N is None else order_N.long()
+    rows = {"index": order if index_N is None else index_N[order], "per row": order // 3}
+    assert torch.equal(out_N[:50], rows.get(rule, torch.arange(50)))
+    assert (out_N[50:] == 1).all()  # not live: row 0
 
 
 @pytest.mark.parametrize("width", [1, 82, 1100])
