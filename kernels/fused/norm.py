@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ..backend import runs_triton
 from ..custom_op import custom_op
+from ..gradients import gradient_sum, shared_weights
 from ..triton.available import kernels
 
 WIDEST = 8192  # columns: wider rows do not fit the registers of the backward pass
@@ -109,8 +110,12 @@ def add_norm(
     assert copies.count("total") <= 1, (
         f"{copies}: the kernel adds the gradient of one total at most"
     )
+    given, number = tuple(each for each in (weight_D, bias_D) if each is not None), 0
+    if given:
+        given, number = shared_weights(*given, defer=True)
+    weight_D, bias_D, *_ = *given, None, None
     total, normed, *made = _AddNorm.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        x, y, weight_D, bias_D, eps, low, tuple(copies), wants_normed
+        x, y, weight_D, bias_D, eps, low, tuple(copies), wants_normed, number
     )
     return NormedRows(total, normed, tuple(made))
 
@@ -129,6 +134,7 @@ class _AddNorm(torch.autograd.Function):
         low: torch.dtype,
         copies: tuple[Copied, ...],
         wants_normed: bool,
+        number: int,
     ) -> tuple[Tensor | None, ...]:
         casts = low != x.dtype
         x, y = x.contiguous(), None if y is None else y.contiguous()
@@ -141,7 +147,7 @@ class _AddNorm(torch.autograd.Function):
         total = x if y is None else total
         ctx.save_for_backward(total, weight_D, *statistics)
         ctx.set_materialize_grads(False)
-        ctx.copies, ctx.has_bias = copies, bias_D is not None
+        ctx.copies, ctx.has_bias, ctx.number = copies, bias_D is not None, number
         ctx.added = None if y is None else y.dtype
         made = (
             {"normed": low_normed, "total": low_total}
@@ -154,7 +160,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        none = (None,) * 8
+        none = (None,) * 9
         if all(grad is None for grad in grads):
             return none
         total, weight_D, *statistics = ctx.saved_tensors
@@ -168,13 +174,19 @@ class _AddNorm(torch.autograd.Function):
             *(len(of_norms) == 2, ctx.added, ctx.has_bias),
         )
         shared = d_x if ctx.added == total.dtype else d_y
-        return (
-            d_x,
-            None if ctx.added is None else shared,
+        found = (
             None if weight_D is None else d_weight,
             d_bias if ctx.has_bias else None,
-            *none[4:],
         )
+        if (calls := gradient_sum(ctx.number)) is not None:
+            calls.defer_call([each for each in found if each is not None], _sum_calls)
+            found = None, None
+        return d_x, None if ctx.added is None else shared, *found, *none[4:]
+
+
+def _sum_calls(calls: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Adds up the gradients of weight and bias over all calls of a pass."""
+    return tuple(torch.stack(gradients).sum(0) for gradients in zip(*calls, strict=True))
 
 
 # Operators: they return tensors only, so an omitted output is an empty tensor ---------------------

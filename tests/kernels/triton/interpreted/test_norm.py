@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moebius.kernels.fused import norm as operators
 from moebius.kernels.fused.norm import Copied, NormedRows, add_norm, add_norm_reference
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.triton import norm as kernels
 
 FLOAT, HALF = torch.float32, torch.float16
@@ -176,6 +177,23 @@ def test_rows_that_are_not_finite_stay_in_their_rows() -> None:
 def test_a_gradient_of_one_output_alone(index: int) -> None:
     only = slice(index, index + 1)
     compare(make_inputs((5, 24)), copies=("normed", "total"), only=only)
+
+
+@pytest.mark.parametrize("affine", AFFINE)
+def test_the_uses_of_a_pass_add_up_their_gradients_at_its_end(affine: str) -> None:
+    given = make_inputs((2, 3, 32), affine)
+
+    def gradients() -> tuple[Tensor, ...]:
+        x = given[0]
+        for _ in range(3):
+            x = add_norm(x, given[1], *given[2:], 1e-5, low=FLOAT).normed
+        return torch.autograd.grad(x.sin().sum(), leaves_of(given))
+
+    alone = gradients()
+    with accumulate_weight_gradients():
+        together = gradients()
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_what_it_refuses() -> None:
