@@ -369,7 +369,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
-CORE_LINES = 67_500
+CORE_LINES = 68_300
 TOP_FOLDERS, TOP_MODULES = 15, 3
 PRIVATE_NAMES = 11  # of torch, Ray and libtorch
 

@@ -146,5 +146,5 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
     skew = recorded_skew(options.skew) if options.skew else RoutingSkew()
     skew.check([bank for bank, _ in workload.uses])
     # the trainer may still find a reason against it, which the report says
-    captures = getattr(config.train, "cuda_graph", "auto") is not False and not config.train.compile
+    captures = config.train.cuda_graph is not False and not config.train.compile
     return Scenario(workload, machine, tokens, skew, options.micro_batches, captures)
