@@ -184,9 +184,11 @@ def test_the_uses_of_a_pass_add_up_their_gradients_at_its_end(affine: str) -> No
     given = make_inputs((2, 3, 32), affine)
 
     def gradients() -> tuple[Tensor, ...]:
-        x = given[0]
+        x, y, weight_D, bias_D = given
         for _ in range(3):
-            x = add_norm(x, given[1], *given[2:], 1e-5, low=FLOAT).normed
+            assert x is not None
+            x = add_norm(x, y, weight_D, bias_D, 1e-5, low=FLOAT).normed
+        assert x is not None
         return torch.autograd.grad(x.sin().sum(), leaves_of(given))
 
     alone = gradients()
