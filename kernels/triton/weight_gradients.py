@@ -48,11 +48,10 @@ class Operands:
 
 @triton.jit
 def _of_call(tensors, call, FIELD: tl.constexpr, CALLS: tl.constexpr):
-    """Returns one of a call's tensors; None if the calls have none."""
+    """Returns one of a call's tensors."""
     found = tensors[FIELD]
-    if found is not None:
-        for each in tl.static_range(1, CALLS):
-            found = tl.where(call == each, tensors[_FIELDS * each + FIELD], found)
+    for each in tl.static_range(1, CALLS):
+        found = tl.where(call == each, tensors[_FIELDS * each + FIELD], found)
     return found
 
 
@@ -88,8 +87,13 @@ def _list_rows(
         tl.store(total_starts + expert, to)
         tl.store(total_starts + E, total_end, mask=expert == E - 1)
     u, v = _of_call(tensors, call, 0, CALLS), _of_call(tensors, call, 1, CALLS)
-    order = _of_call(tensors, call, 2, CALLS)
-    source, target = _of_call(tensors, call, 3, CALLS), _of_call(tensors, call, 4, CALLS)
+    order, source, target = tensors[2], tensors[3], tensors[4]
+    if order is not None:
+        order = _of_call(tensors, call, 2, CALLS)
+    if source is not None:
+        source = _of_call(tensors, call, 3, CALLS)
+    if target is not None:
+        target = _of_call(tensors, call, 4, CALLS)
     weights, starts = _of_call(tensors, call, 5, CALLS), _of_call(tensors, call, 6, CALLS)
     first = tl.load(starts + expert)
     count = tl.load(starts + expert + 1) - first
