@@ -112,8 +112,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(left):
             if place not in fast:
                 item.add_marker(pytest.mark.slow)
+    if cases := int(os.environ.get("MOEBIUS_TEST_CASES", 0)):
+        limit_slow_cases(items, cases)
     # The last files run while other workers have nothing left to do, so these are the cheap ones.
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] in CHEAP)
+
+
+def limit_slow_cases(items: list[pytest.Item], cases: int) -> None:
+    """Leaves so many slow cases of every test, spread over all; the others become nightly."""
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("nightly"):
+            groups.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for group in groups.values():
+        kept = _spread(cases, len(group))
+        for place, item in enumerate(group):
+            if place not in kept:
+                item.add_marker(pytest.mark.nightly)
 
 
 def _cases(items: list[pytest.Item], kind: str) -> Iterable[tuple[int, list[pytest.Item]]]:
