@@ -58,7 +58,10 @@ OTHERS = tuple(f"{LIBRARY}{name}/" for name in ("tests", "benchmarks", ".venv"))
 FAKE = str(ROOT / "tests" / "fake_cuda")
 DEFAULT = ("moeut_44m", "dense_44m", "moeut_244m", "dense_244m")
 RATE, WARM_UP = 1e-4, 3
-COMMON = ("train.precision=bfloat16", "train.compile=false", "train.threads=1")
+COMMON = (
+    *("train.precision=bfloat16", "train.compile=false", "train.threads=1"),
+    "train.cuda_graph=false",  # the steps that are counted are eager
+)
 STEP = ("data.seq_len=1024", "train.global_batch=16", "train.micro_batch=16")
 TINY = (
     *("data.seq_len=8", "train.global_batch=2", "train.micro_batch=2", "train.device=cpu"),
