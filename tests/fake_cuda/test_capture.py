@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -34,6 +34,7 @@ from moebius.train.recipes.family import FAMILY
 from moebius.train.run import Run, assemble
 
 __all__ = ["pytestmark"]
+PARTS = 3  # of all recipes, which take minutes
 # What no recipe has: drawn loops with an index of layers, a loop's place and slowed rotations, which are
 # made from lists; a step that is run again. A transition is over at once.
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,16 +88,11 @@ def is_captured(name: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("log_every", "names"),
-    [
-        (1000, [*(FAMILY | CHANGED)]),
-        (1, [*(FAMILY | CHANGED)]),
-    ],
-)
-def test_what_is_captured_is_the_same_in_every_micro_batch(
-    log_every: int, names: Sequence[str]
-) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("log_every", [1000, 1])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_is_captured_is_the_same_in_every_micro_batch(part: int, log_every: int) -> None:
+    names = [*(FAMILY | CHANGED)][part::PARTS]
     cases = json.dumps([case(name, log_every=log_every) for name in names])
     found = dict(zip(names, map(json.loads, trace_steps(cases, __file__)), strict=True))
     wrong = {name: why for name, why in found.items() if is_captured(name) == bool(why)}

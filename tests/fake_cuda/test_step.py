@@ -149,12 +149,14 @@ def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("turn", [0, 1])
 def test_every_step_on_one_gpu_stays_there(turn: int) -> None:
     check("local", list(alone(turn)))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_a_step_on_four_stays_on_its_own(dispatcher: str) -> None:
     check(dispatcher, list(together(dispatcher)))
