@@ -197,12 +197,14 @@ def rotary_of(
     """Returns the table of the new positions, once for all depth steps; None: attention has its own.
 
     Without positions they follow `past` others in every row. A pass with gradients keeps that table
-    for all later ones: neither fake tensors nor a generation's growing past enter the process's cache.
+    for all later ones: neither tensors without data nor a generation's growing past enter the
+    process's cache.
     """
     if config.kind == "momha":
         return None
     dtype, width = wide_dtype(x_BSD), config.rotary_channels
-    if past == 0 and positions_BS is None and type(x_BSD) is Tensor and torch.is_grad_enabled():
+    has_data = type(x_BSD) is Tensor and not x_BSD.is_meta
+    if past == 0 and positions_BS is None and has_data and torch.is_grad_enabled():
         rotary: Any = config.rotary  # frozen, so it has a hash
         return _kept_table(x_BSD.shape[1], x_BSD.device, dtype, width, rotary)
     positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
