@@ -42,8 +42,6 @@ from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.trace import LayerRoutes as LayerRoutes
 from .evaluation.trace import Trace, check_tokens, logits, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
-from .export import start as starting
-from .export.start import Start as Start
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
@@ -52,6 +50,8 @@ from .train.config.resolve import as_overrides, resolve
 from .train.config.run_config import Config
 from .train.config.run_config import ConfigError as ConfigError
 from .train.evaluate import Rows, read_rows
+from .train.families import start as starting
+from .train.families.start import Start as Start
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
 from .train.record.run_folder import count_epochs, place_data, stored_config

@@ -25,10 +25,10 @@ from benchmarks.memory import peak_bytes
 from benchmarks.report import ROOT, save
 from moebius.distributed.local_shard import local_tensor
 from moebius.distributed.process.process import start_process
-from moebius.export.families.table import FAMILY, pieces_of
-from moebius.export.start import start_from
 from moebius.model.config.model_config import ModelConfig
 from moebius.train.config.run_config import Config
+from moebius.train.families.start import start_from
+from moebius.train.families.table import FAMILY, pieces_of
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 from moebius.train.run import Run, assemble, resume

@@ -13,8 +13,8 @@ from rich.table import Table
 from ..distributed.checkpoint.format import find_checkpoint
 from ..model.cost import forward_flops
 from ..plugins import run_and_step
+from ..train.record.run_folder import config_of
 from .perplexity import measure
-from .restore import config_of
 from .zero_shot import ZeroShotReport
 
 PICTURE = "loops.png"

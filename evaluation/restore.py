@@ -1,9 +1,7 @@
 """Restores a trained model from a run folder, on any number of ranks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
@@ -11,7 +9,7 @@ from ..data_pipeline.tokenizers.chat_template import ChatTemplate
 from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
 from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
-from ..distributed.checkpoint.format import CheckpointError, find_checkpoint, read_meta
+from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
@@ -20,9 +18,9 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..plugins import distrust, run_and_step
+from ..plugins import run_and_step
 from ..train.config.run_config import Config, ConfigError
-from ..train.config.validation import validated
+from ..train.record.run_folder import config_of
 from ..train.state import model_tensors
 
 
@@ -79,22 +77,6 @@ def restore(
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
     return Restored(model.eval(), config, meta["progress"]["step"], checkpoint)
-
-
-def config_of(checkpoint: Path) -> Config:
-    """Returns the configuration of a checkpoint's run; outside of a run, the checkpoint's own."""
-    file = run_and_step(checkpoint)[0] / "config.json"
-    if file.exists():
-        return Config.load(file)
-    return checkpoint_config(checkpoint, read_meta(checkpoint).meta)
-
-
-def checkpoint_config(checkpoint: Path, meta: Mapping[str, Any]) -> Config:
-    """Returns the configuration in a checkpoint's own meta."""
-    if not {"config", "progress"} <= meta.keys():
-        raise CheckpointError(f"{checkpoint}: lacks configuration or progress, so no run wrote it")
-    distrust(meta["config"], checkpoint)
-    return validated(Config, meta["config"], origin=f"{checkpoint}/meta.json")
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:

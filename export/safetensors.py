@@ -28,7 +28,7 @@ from ..distributed.checkpoint.writing import write_synced
 from ..model.execution.precision import product_weights
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config, ConfigError
-from .families.own import OWN
+from ..train.families.own import OWN
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -9,7 +9,6 @@ import torch
 from shared import shared_folder
 from torch import Tensor
 
-from moebius.export.published import translate
 from moebius.model.config.attention_config import (
     DenseAttentionConfig,
     MoMHAConfig,
@@ -27,6 +26,7 @@ from moebius.model.config.model_config import (
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routers.sut import SutConfig
 from moebius.model.transformer import Transformer
+from moebius.train.families.import_run import translate
 
 
 @dataclass(frozen=True)

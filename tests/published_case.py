@@ -11,8 +11,8 @@ from safetensors import safe_open
 from shared import shared_folder
 from torch import Tensor
 
-from moebius.export.families.table import FolderPlan, open_family, shapes_of
 from moebius.model.transformer import Transformer
+from moebius.train.families.table import FolderPlan, open_family, shapes_of
 
 RECORDED = tuple(
     f"hf_{name}_a"

@@ -177,7 +177,7 @@ def _add_import(actions: Commands) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from ...export.published import import_folder, import_published
+    from ...train.families.import_run import import_folder, import_published
 
     name, overrides = options.name, options.overrides
     if options.file.is_dir():

@@ -156,7 +156,7 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]
 
 def _start(options: argparse.Namespace) -> "tuple[Config, Source]":
     """Returns the configuration of a run that starts from `--from`, and its source."""
-    from ...export.start import start_from
+    from ...train.families.start import start_from
 
     start = start_from(
         options.start_from,

@@ -21,9 +21,9 @@ from ...distributed.checkpoint.loading import dtype_named, read_tensor
 from ...distributed.checkpoint.pieces import CONFIG_FILE, DTYPES_FILE, Piece
 from ...distributed.checkpoint.source import SOURCE_FILES, kept_files, read_source
 from ...model.config.model_config import ModelConfig
-from ..families.family import Family
-from ..families.keys import BALANCE_KEYS, Dotted
-from ..families.table import family_of, pieces_of
+from ...train.families.family import Family
+from ...train.families.keys import BALANCE_KEYS, Dotted
+from ...train.families.table import family_of, pieces_of
 from ..safetensors import DTYPES, ExportedTensor, Precision
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")

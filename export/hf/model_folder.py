@@ -32,9 +32,9 @@ from ...distributed.checkpoint.format import (
     open_verified,
 )
 from ...distributed.checkpoint.writing import write_synced
-from ...evaluation.restore import checkpoint_config
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import Config, ConfigError
+from ...train.record.run_folder import checkpoint_config
 from ..safetensors import (
     DTYPES,
     Precision,

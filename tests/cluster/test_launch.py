@@ -31,9 +31,9 @@ from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.samples import OrderedSamples
-from moebius.export.start import start_from
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
+from moebius.train.families.start import start_from
 from moebius.train.record.run_folder import if_changed, passes_note, place_data, stored_config
 from tests.cluster.pretended import PretendedNode, makes_steps, with_result
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trained import assembled
 
-from moebius.export.families.table import family_of
 from moebius.export.hf.model_folder import export
 from moebius.train.config.run_config import ConfigError
+from moebius.train.families.table import family_of
 from moebius.train.recipes.hub import HUB_SMALL
 from moebius.train.state import TrainingProgress, state_tensors
 

@@ -16,14 +16,14 @@ from published_case import RECORDED, arrays_of, config_in, folder_of, model_of
 from safetensors.torch import load_file, save_file
 
 from moebius.distributed.checkpoint.pieces import PublishedFolder, cut
-from moebius.export.families import table
-from moebius.export.families.family import Family, Layout, Rule
-from moebius.export.families.keys import Key, Only
-from moebius.export.families.mixtral import MIXTRAL
-from moebius.export.families.table import FAMILY, open_family, pieces_of
-from moebius.export.published import import_folder
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
+from moebius.train.families import table
+from moebius.train.families.family import Family, Layout, Rule
+from moebius.train.families.import_run import import_folder
+from moebius.train.families.keys import Key, Only
+from moebius.train.families.mixtral import MIXTRAL
+from moebius.train.families.table import FAMILY, open_family, pieces_of
 
 INDEX = "model.safetensors.index.json"
 FILES = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]

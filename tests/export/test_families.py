@@ -18,13 +18,13 @@ from published_case import (
 from torch import Tensor
 
 from moebius.distributed.checkpoint.pieces import cut
-from moebius.export.families.family import Family, same_function
-from moebius.export.families.keys import UnfitError
-from moebius.export.families.table import FAMILIES, FAMILY, family_of, open_family, pieces_of
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.transformer import Transformer
 from moebius.train.config.keys import known_keys
 from moebius.train.config.run_config import Config
+from moebius.train.families.family import Family, same_function
+from moebius.train.families.keys import UnfitError
+from moebius.train.families.table import FAMILIES, FAMILY, family_of, open_family, pieces_of
 from moebius.train.recipes.hub import HUB_SMALL
 
 LOGITS, GRADIENTS = 2e-5, 5e-6

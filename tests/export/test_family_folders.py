@@ -32,10 +32,10 @@ from moebius.distributed.checkpoint.atomic_directory import write_checkpoint
 from moebius.distributed.checkpoint.format import CheckpointError, read_meta
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.pieces import DTYPES_FILE, PublishedFolder
-from moebius.export.families.table import FAMILY, open_family, shapes_of
 from moebius.export.hf.model_folder import export
-from moebius.export.published import import_folder
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.families.import_run import import_folder
+from moebius.train.families.table import FAMILY, open_family, shapes_of
 from moebius.train.run import resume
 from moebius.train.state import model_tensors
 
@@ -476,8 +476,8 @@ def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
 OWN_FAMILY = """
 from dataclasses import replace
 
-from moebius.export.families.family import Rule
-from moebius.export.families.mixtral import MIXTRAL
+from moebius.train.families.family import Rule
+from moebius.train.families.mixtral import MIXTRAL
 
 NIMBUS = replace(
     MIXTRAL,

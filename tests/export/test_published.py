@@ -25,10 +25,10 @@ from moebius.distributed.checkpoint.format import open_verified, read_meta
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
 from moebius.export.hf.model_folder import export
-from moebius.export.published import import_published, read_tensors, translate
 from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.families.import_run import import_published, read_tensors, translate
 from moebius.train.optim import make_optimizer
 from moebius.train.run import resume
 from moebius.train.state import allocate_moments, model_tensors, state_tensors

@@ -29,16 +29,16 @@ from torch import Tensor
 from moebius import start_from
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.parallelize import expert_names
-from moebius.evaluation.restore import checkpoint_config
 from moebius.export import safetensors as module
-from moebius.export.families.table import open_family
 from moebius.export.hf.model_folder import export
-from moebius.export.published import import_folder
 from moebius.export.safetensors import Precision
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import ConfigError
+from moebius.train.families.import_run import import_folder
+from moebius.train.families.table import open_family
+from moebius.train.record.run_folder import checkpoint_config
 
 PAPER, DENSE = "moeut", "dense"
 NAMES_OF_EXPERTS = {"w_up": "w_up.weight", "w_down": "w_down.weight", "weight": "weight"} | {

@@ -17,9 +17,9 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint import source as module
 from moebius.distributed.checkpoint.format import CheckpointError, latest, read_meta
 from moebius.distributed.checkpoint.source import SOURCE, Source, load_start, read_source
-from moebius.export.start import start_from
 from moebius.train import loop
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.families.start import start_from
 from moebius.train.record.run_folder import check_data, open_run
 from moebius.train.run import resume
 from moebius.train.state import model_tensors, state_tensors

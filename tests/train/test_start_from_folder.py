@@ -23,13 +23,13 @@ from moebius.cli.main import parse
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.checkpoint.pieces import cut
 from moebius.distributed.checkpoint.source import SOURCE_FILES, load_start, read_source
-from moebius.export.families.table import FAMILY, family_of, pieces_of
-from moebius.export.published import import_folder
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.families.import_run import import_folder
+from moebius.train.families.table import FAMILY, family_of, pieces_of
 from moebius.train.recipes.hub import HUB, continuation
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run

@@ -35,7 +35,7 @@ from ...distributed.checkpoint.source import (
     read_source,
 )
 from ...distributed.checkpoint.source import Source as Source
-from ...plugins import distrust, is_published, runs_near, some_of
+from ...plugins import distrust, is_published, run_and_step, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
@@ -374,3 +374,19 @@ def _differing(name: str, before: Any, now: Any) -> Iterator[str]:
             yield from _differing(f"{name}.{key}", before.get(key), now.get(key))
     elif before != now:
         yield f"{name}: the run has {before!r:.80}, now {now!r:.80}"
+
+
+def config_of(checkpoint: Path) -> Config:
+    """Returns the configuration of a checkpoint's run; outside of a run, the checkpoint's own."""
+    file = run_and_step(checkpoint)[0] / "config.json"
+    if file.exists():
+        return Config.load(file)
+    return checkpoint_config(checkpoint, read_meta(checkpoint).meta)
+
+
+def checkpoint_config(checkpoint: Path, meta: Mapping[str, Any]) -> Config:
+    """Returns the configuration in a checkpoint's own meta."""
+    if not {"config", "progress"} <= meta.keys():
+        raise CheckpointError(f"{checkpoint}: lacks configuration or progress, so no run wrote it")
+    distrust(meta["config"], checkpoint)
+    return validated(Config, meta["config"], origin=f"{checkpoint}/meta.json")

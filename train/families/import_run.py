@@ -26,25 +26,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.checkpoint.atomic_directory import (
+from ...distributed.checkpoint.atomic_directory import (
     atomic_directory,
     refuse_existing,
     write_checkpoint,
 )
-from ..distributed.checkpoint.format import step_name
-from ..distributed.checkpoint.pieces import require_safetensors
-from ..distributed.checkpoint.source import SOURCE, SOURCE_FILES, Source, keep_small_files
-from ..distributed.parallelize import expert_names
-from ..model.config.attention_config import SwitchHeadConfig
-from ..model.config.model_config import ModelConfig
-from ..model.execution.precision import store_in, stored_dtype
-from ..model.transformer import Transformer
-from ..train.config.resolve import StartSections, resolve
-from ..train.config.run_config import Config, ConfigError
-from ..train.recipes.hub import continuation, settings_words
-from ..train.recipes.smoke import RECIPES
-from ..train.state import TrainingProgress
-from .families.table import open_family, shapes_of
+from ...distributed.checkpoint.format import step_name
+from ...distributed.checkpoint.pieces import require_safetensors
+from ...distributed.checkpoint.source import SOURCE, SOURCE_FILES, Source, keep_small_files
+from ...distributed.parallelize import expert_names
+from ...model.config.attention_config import SwitchHeadConfig
+from ...model.config.model_config import ModelConfig
+from ...model.execution.precision import store_in, stored_dtype
+from ...model.transformer import Transformer
+from ..config.resolve import StartSections, resolve
+from ..config.run_config import Config, ConfigError
+from ..recipes.hub import continuation, settings_words
+from ..recipes.smoke import RECIPES
+from ..state import TrainingProgress
+from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")

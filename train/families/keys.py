@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...model.config.model_config import ModelConfig
-from ...train.config.run_config import ConfigError
+from ..config.run_config import ConfigError
 
 MOST = 10**7  # of any size or count in config.json
 _SHOWN = 200  # characters of a foreign value in a message

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from ...model.config.model_config import ModelConfig
 from ...plugins import is_own
-from ...train.config.validation import validated
+from ..config.validation import validated
 from .family import Family, Layout, Rule
 from .keys import MOST, UnfitError
 

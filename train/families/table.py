@@ -14,7 +14,7 @@ from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import Transformer
 from ...plugins import PluginError, Registry, distrust, nearest, some_of, trust
-from ...train.config.run_config import ConfigError
+from ..config.run_config import ConfigError
 from .deepseek import V2, V3
 from .ernie import ERNIE
 from .family import Family, Rule

@@ -18,23 +18,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data_pipeline.errors import InputError
-from ..data_pipeline.manifest import is_prepared, read_manifest
-from ..data_pipeline.tokenizers.hub import open_tokenizer
-from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
-from ..distributed.checkpoint.format import find_checkpoint, open_checkpoint
-from ..distributed.checkpoint.pieces import pieces_to_json
-from ..distributed.checkpoint.source import Source, refuse_gaps
-from ..evaluation.restore import checkpoint_config
-from ..model.config.model_config import ModelConfig
-from ..plugins import run_and_step, runs_near, some_of, trust
-from ..train.config.resolve import StartSections, base_values, resolve
-from ..train.config.run_config import Config, ConfigError
-from ..train.recipes.hub import continuation, settings_words
-from ..train.recipes.smoke import RECIPES
-from ..train.record.run_folder import check_branch, count_epochs
-from ..train.record.untrusted import read_text
-from .families.table import open_family, shapes_of
+from ...data_pipeline.errors import InputError
+from ...data_pipeline.manifest import is_prepared, read_manifest
+from ...data_pipeline.tokenizers.hub import open_tokenizer
+from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint
+from ...distributed.checkpoint.pieces import pieces_to_json
+from ...distributed.checkpoint.source import Source, refuse_gaps
+from ...model.config.model_config import ModelConfig
+from ...plugins import run_and_step, runs_near, some_of, trust
+from ..config.resolve import StartSections, base_values, resolve
+from ..config.run_config import Config, ConfigError
+from ..recipes.hub import continuation, settings_words
+from ..recipes.smoke import RECIPES
+from ..record.run_folder import check_branch, checkpoint_config, count_epochs
+from ..record.untrusted import read_text
+from .table import open_family, shapes_of
 
 _HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")
 # A repository's other copies of its weights; what is needed lies at its top.
