@@ -17,12 +17,13 @@ Row counts are padded: a chunk's tail extends into the next expert's rows, which
 overwrites; sums over a chunk's rows zero both operands there. oneDNN compiles a kernel for every new
 row count (about 0.6 ms), and dropless routing produces new counts at every step, so half precision
 is padded to multiples of 64. MKL's float32 product rounds a thread's last 1 to 3 rows differently,
-so float32 is padded to multiples of 4. This makes a row's rounding depend less on its neighbours;
-equal bits are not promised (docs/measured.md).
+so float32 is padded to multiples of 4. A row's result then depends on its neighbours at few shapes
+only (docs/measured.md).
 
-For the same reason rows are aligned to 16 bytes: MKL rounds unaligned rows differently. Rows of odd
-widths (in float32, no multiple of 4) are padded in memory at the cost of some copies; other widths
-cost nothing. Half precision goes through oneDNN, which is not affected.
+For the same reason rows are aligned to 16 bytes: MKL takes other code paths, with other rounding,
+for unaligned rows. Rows of odd widths (in float32, no multiple of 4) are padded in memory at the
+cost of some copies; other widths cost nothing. Half precision goes through oneDNN, which is not
+affected. (GPU libraries choose kernels by shape and give no such guarantee.)
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
