@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcess(Protocol):
-    """Declares what the agent needs of a rank; subprocess.Popen has it."""
+    """Declares the methods of a rank's process that the agent calls; subprocess.Popen has them."""
 
     @property
     def pid(self) -> int: ...

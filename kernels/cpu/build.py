@@ -144,7 +144,7 @@ _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clan
 
 
 class Lack(NamedTuple):
-    """What is missing, to follow "needs …", and what to do, to follow "and …"."""
+    """Names what is missing and what to do, as the ends of "needs …" and "and …"."""
 
     need: str
     advice: str
