@@ -87,7 +87,7 @@ def plan_units(
 
 
 def sample_shares(units: Sequence[Unit], sample_bytes: int) -> dict[int, int]:
-    """Returns how many bytes of each unit to sample for the tokenizer, by index in `units`.
+    """Returns how many bytes of each unit to sample for the tokenizer, by its index in `units`.
 
     Shares are as equal as sizes allow, over at most MAX_SAMPLED_UNITS units.
     """

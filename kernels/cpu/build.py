@@ -144,7 +144,7 @@ _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clan
 
 
 class Lack(NamedTuple):
-    """Names what is missing and what to do, as the ends of "needs …" and "and …"."""
+    """Names a missing tool, to follow "needs …", and gives advice, to follow "and …"."""
 
     need: str
     advice: str
