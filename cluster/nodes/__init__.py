@@ -1,1 +1,1 @@
-"""Holds cluster/nodes."""
+"""Runs a job's processes on one machine: node, template, agent and ranks."""

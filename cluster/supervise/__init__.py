@@ -1,1 +1,1 @@
-"""Holds cluster/supervise."""
+"""Supervises a job: places it, runs its generations, finds causes of failures, and decides what follows."""

@@ -1,1 +1,1 @@
-"""Holds cluster/watch."""
+"""Watches running ranks: their heartbeats, hangs, and the evidence about a hang."""
