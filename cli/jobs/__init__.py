@@ -1,1 +1,1 @@
-"""Holds cli/jobs."""
+"""Commands that start, follow and end jobs, and check clusters."""

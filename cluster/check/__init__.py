@@ -1,1 +1,1 @@
-"""Holds cluster/check."""
+"""Checks a cluster's machines and network for `moebius doctor`."""

@@ -1,9 +1,9 @@
 """Starts, watches and ends a node's ranks, below torch's elastic agent.
 
-`RankAgent` implements the methods of torch's agent that depend on the kind of workers. Ranks of a user's command are programs. Ranks of
-the training loop are forks of the agent, made before it has threads or secrets: a fork inherits one thread,
-every lock and the whole memory. So the agent forks its ranks before it reads the generation's secret and before
-the store's server starts threads. Each rank has its own log, marks and session, and waits at a pipe. Once all
+`RankAgent` implements the methods of torch's agent that depend on the kind of workers. Ranks of a user's
+command are programs. Ranks of the training loop are forks of the agent, made before it has threads or secrets:
+a fork inherits one thread, every lock and the whole memory. So the agent forks its ranks before it reads the
+generation's secret and before the store's server starts threads. Each rank has its own log, marks and session, and waits at a pipe. Once all
 agents have met, the agent writes to each pipe, as one JSON object, the environment that a new process would have
 been given. The rank then runs the training loop.
 

@@ -1,1 +1,1 @@
-"""Holds cluster/report."""
+"""Reports what a run did: status, logs, histories and the summary."""

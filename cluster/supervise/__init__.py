@@ -1,1 +1,1 @@
-"""Supervises a job: places it, runs its generations, finds causes of failures, and decides what follows."""
+"""Supervises a job: places it, runs its generations, finds why they fail, and decides what follows."""
