@@ -1,1 +1,1 @@
-"""Commands that start, follow and end jobs, and check clusters."""
+"""The commands about jobs: submit, resume, status, watch, logs, stop, scale, cluster, doctor."""

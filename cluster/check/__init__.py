@@ -1,1 +1,1 @@
-"""Checks a cluster's machines and network for `moebius doctor`."""
+"""Checks a machine or a cluster before a job starts: software, memory, ports, folders, ranks."""

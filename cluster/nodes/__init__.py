@@ -1,1 +1,1 @@
-"""Runs a job's processes on one machine: node, template, agent and ranks."""
+"""Runs ranks on one machine: the node, its template, the agents, and how nodes meet."""

@@ -1,1 +1,1 @@
-"""Reports what a run did: status, logs, histories and the summary."""
+"""Shows jobs by their run folders: live, as one line, as curves, as logs."""

@@ -1,1 +1,1 @@
-"""Supervises a job: places it, runs its generations, finds why they fail, and decides what follows."""
+"""Supervises one job: places it, runs generation after generation, finds causes, decides."""

@@ -1,1 +1,1 @@
-"""Watches running ranks: their heartbeats, hangs, and the evidence about a hang."""
+"""Watches the ranks of a generation: heartbeats, hangs, waits for data, slow ranks."""
