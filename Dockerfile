@@ -1,6 +1,6 @@
 # The image for KubeRay (docs/cluster.md) and for any cluster of containers: moebius with Ray and its dashboard,
 # run by user 1000, every Python package in the version of constraints.txt. Build it with
-#     docker build -t registry.example/moebius:0.2 .
+#     docker build -t registry.example/moebius:0.3 .
 # torch's wheel for Linux brings CUDA; for processors alone, TORCH_INDEX=https://download.pytorch.org/whl/cpu saves 4 GB.
 ARG PYTHON=3.12
 

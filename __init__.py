@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from .cluster.report.run_records import RunHistory, find_runs, history, status, stop
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Config",
     "ConfigError",

@@ -248,8 +248,8 @@ def line_of(entry: Mapping[str, Any]) -> str:
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
     """Returns the journal entries among decoded lines.
 
-    Of two lines with equal time and state, the second is skipped: it was written again because the disk had
-    not confirmed the first.
+    Skips the second of two lines with equal time and state: it was written again because the disk had not
+    confirmed the first.
     """
     found: list[JournalEntry] = []
     for line in lines:

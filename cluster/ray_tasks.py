@@ -22,11 +22,11 @@ from .places.ray_session import require_ray
 T = TypeVar("T")
 
 _CANCELS = 5
-_CPUS_PER_WAITING = 16  # one queued task per so many CPUs keeps a large cluster busy
+_CPUS_PER_WAITING = 16  # one queued task per 16 CPUs keeps a large cluster busy
 
 
 def tasks_for(num_cpus: int) -> int:
-    """Returns how many tasks to submit at a time to so many CPUs."""
+    """Returns how many tasks to have submitted at a time to `num_cpus` CPUs."""
     return max(1, num_cpus + num_cpus // _CPUS_PER_WAITING)
 
 

@@ -1,6 +1,6 @@
 """Finds prepared folders and verifies every byte of them, without changing them.
 
-Of a growing folder it reads the sealed segments. It reads every file twice: to hash and to decode it.
+In a growing folder it reads the sealed segments. It reads every file twice, to hash and to decode it.
 """
 
 import json

@@ -5,8 +5,7 @@ Plain torch operations for every device and dtype. Flow of a call:
      counts are read on the host, unless the routes have `per_expert`;
   2. per expert, in chunks of at most 512 rows: gather, products, activation, and the gate weight on
      the narrow side;
-  3. sum the outputs of each target row in route order, so the result does not depend on how rows
-     were grouped.
+  3. sum the outputs of each target row, in route order.
 
 Saved for the backward: x, the index and the hidden rows (N × F). For activations other than relu it
 is the rows before the activation, (N × F) or gated (N × 2F); the backward recomputes the hidden

@@ -1,4 +1,4 @@
-"""The read-out, and its cross-entropy without materialising all logits.
+"""The read-out (the output layer), and its cross-entropy without materialising all logits.
 
 Logits are the widest rows of a model: V columns, where the residual stream has D. Keeping them
 costs a training step T·V numbers four times (logits, their float32 log-softmax, two gradients),

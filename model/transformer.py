@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         return self.head(x_BSD, given.targets_BS, given.counted_C, tied, share_BS)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Casts or moves the model for `to` and its like; what decides stays in float32."""
+        """Casts or moves the model, for `to` and the like; parameters that decide stay in float32."""
         before = [getattr(module, name).detach() for _, module, name in deciding(self)]
         super()._apply(fn, recurse)
         for old, (_, module, name) in zip(before, deciding(self), strict=True):

@@ -175,8 +175,8 @@ def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Pl
 def muon_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[PlannedCollective]:
     """Yields what Muon sends (distributed/muon.py), in float32.
 
-    The owner of a matrix sends its update to all that store it. Of a matrix that FSDP cuts, it
-    collects the momentum and returns the update; a rank's whole experts need neither.
+    The owner of a matrix sends its update to all ranks that store it. If FSDP cuts the matrix, the
+    owner also collects the momentum. A rank's whole experts need neither.
     """
     work, per_node, ep = scenario.workload, scenario.hardware.ranks_per_node, candidate.ep
     if work.muon is None:

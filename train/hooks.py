@@ -1,4 +1,4 @@
-"""What happens between and around steps; `HOOKS` lists it in order.
+"""The hooks that run at step boundaries; `HOOKS` lists them in order.
 
 Every hook takes the run and the result of the last step, and decides itself whether to act. All
 ranks call all hooks, because most are collective.

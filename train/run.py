@@ -44,7 +44,7 @@ _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one optimizer step."""
+    """Holds the outcome of one optimizer step, for the hooks."""
 
     batch: Batch
     meter: StepMeter  # this rank's sums over the step's micro-batches
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def progress(self) -> TrainingProgress:
-        """Returns what the weights have seen."""
+        """Returns the steps, samples and tokens that the weights have seen."""
         return self.state.progress
 
     def end_is_requested(self) -> bool:
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
-        """Returns the sum of gradients over the ranks; every move of experts replaces it."""
+        """Returns what sums gradients over the ranks; every move of experts replaces it."""
         return self.expert_placement.reducer
 
 
@@ -121,7 +121,7 @@ class OpenRun(Run):
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run found when it continued from a checkpoint."""
+    """Says what a run found when it continued from a checkpoint."""
 
     position: dict[str, Any]  # of the data
     set_aside: list[DamagedCheckpoint]

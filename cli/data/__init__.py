@@ -1,1 +1,1 @@
-"""Holds cli/data."""
+"""Commands about data and checkpoints: prepare, data, ckpt."""

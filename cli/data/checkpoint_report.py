@@ -77,7 +77,7 @@ def verify_each(
 ) -> Iterator[tuple[Path, str, CheckpointError | None]]:
     """Verifies one checkpoint or all of a run; yields what each holds, and its damage.
 
-    Of all checkpoints, those that the run deletes meanwhile are skipped.
+    Skips checkpoints that the run deletes in the meantime.
 
     Raises:
         CheckpointError: there is none; or the requested one, or every one, was deleted meanwhile.

@@ -1,1 +1,1 @@
-"""Holds cli/models."""
+"""Commands about models: recipes, configurations and evaluation."""

@@ -1,1 +1,1 @@
-"""Holds cli/planning."""
+"""The commands `plan` and `simulate`."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from .ranks import ForkedRank
 
-# The supervisor ends a start that takes too long, and excuses time without a CPU, of which agents know nothing.
+# The supervisor ends a start that takes too long. It excuses time without a CPU, which agents cannot see.
 MEETING_S = 86400.0
 LOG_TAIL_BYTES = 64 * 1024  # searched for a traceback
 

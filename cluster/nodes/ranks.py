@@ -1,11 +1,11 @@
 """Starts, watches and ends a node's ranks, below torch's elastic agent.
 
-`RankAgent` fills in what torch leaves to the kind of workers. Ranks of a user's command are programs. Ranks of
-the training loop are forks of the agent, made before it has threads or secrets: a fork inherits one thread,
-every lock and the whole memory. So the agent forks its ranks before it reads the generation's secret and before
-the store's server starts threads. Each rank has its own log, marks and session, and waits at a pipe. Once all
-agents have met, the agent writes to each pipe, as one JSON object, the environment that a new process would have
-been given. The rank then runs the training loop.
+`RankAgent` implements the methods of torch's agent that depend on the kind of workers. Ranks of a user's
+command are programs. Ranks of the training loop are forks of the agent, made before it has threads or secrets:
+a fork inherits one thread, every lock and the whole memory. So the agent forks its ranks before it reads the
+generation's secret and before the store's server starts threads. Each rank has its own log, marks and session,
+and waits at a pipe. Once all agents have met, the agent writes to each pipe, as one JSON object, the
+environment that a new process would have been given. The rank then runs the training loop.
 
 Torch's own code for functions (MultiprocessContext, start_method="fork") reports only one failed rank of a
 node, so a killed rank may be hidden by one that lost its connection, and it waits forever for a rank that exits
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcess(Protocol):
-    """Declares what the agent needs of a rank; subprocess.Popen has it."""
+    """Declares the methods of a rank's process that the agent calls; subprocess.Popen has them."""
 
     @property
     def pid(self) -> int: ...

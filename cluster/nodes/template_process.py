@@ -29,7 +29,7 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class AgentProcess(Protocol):
-    """Declares what a node needs of an agent's process; subprocess.Popen has it."""
+    """Declares the methods of an agent's process that a node calls; subprocess.Popen has them."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...

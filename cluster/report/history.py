@@ -1,8 +1,8 @@
 """Reads a run's curves from metrics.jsonl, in bounded memory.
 
 A generation that resumes from a checkpoint writes the steps after it again; the last line of a step counts.
-Every step keeps four numbers (about 400 bytes), and only the newest keeps the loads of all experts. Of a long
-run, 2,000 steps are read, and what is at the end of the file.
+Every step keeps four numbers (about 400 bytes), and only the newest keeps the loads of all experts. From a long
+run it reads 2,000 steps and the end of the file.
 """
 
 import contextlib

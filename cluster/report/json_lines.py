@@ -60,7 +60,7 @@ class JsonLinesTail:
             found = os.fstat(file.fileno())
             which, before = (found.st_dev, found.st_ino), self._file
             if found.st_size < self.offset or before not in (None, which):
-                self.offset = 0  # it was replaced, or written anew
+                self.offset = 0  # the file was replaced or rewritten
             self._file = which
             file.seek(self.offset)
             while line := file.readline(MAX_LINE):
@@ -159,7 +159,7 @@ def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_source(value: Any) -> bool:
-    """Of a preparation's progress."""
+    """Returns whether a value is one source of a preparation's progress."""
     wanted = {"name", "done", "total", "tokens", "segments"}
     return isinstance(value, dict) and value.keys() >= wanted and _is_believed(value)
 

@@ -58,10 +58,10 @@ class RunHistory:
         return _last_of_each_step(JsonLinesTail(self.run_dir / METRICS).stream())
 
     def sample(self) -> list[Record]:
-        """Returns enough metrics for curves: `records` of a short run, and of a long one a part.
+        """Returns enough metrics for curves: all `records` of a short run, a part of a long one's.
 
-        Of more than 4 MiB, these are 2,000 steps, the evaluations and restarts near them (up to 256 MiB all),
-        and the end of the file. A million steps take a third of a second.
+        From more than 4 MiB it takes 2,000 steps, the evaluations and restarts near them (all of them up to
+        256 MiB), and the end of the file. A million steps take a third of a second.
         """
         end = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=END_BYTES)
         start = sampled(self.run_dir / METRICS, end=end.offset)

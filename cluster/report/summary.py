@@ -146,7 +146,7 @@ def draw_summary(run_dir: Path) -> Path:
 
     Returns the PNG: summary.png in the run folder.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home without a cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a missing cache
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -41,7 +41,7 @@ class Outcome:
 
 
 def _number(line: Mapping[str, Any], name: str, default: float = 0.0) -> float:
-    """Returns a number of a line that a person may have edited."""
+    """Returns a number from a line of metrics, which a person may have edited."""
     value = line.get(name)
     return value if isinstance(value, int | float) else default
 
@@ -84,7 +84,7 @@ class RecoveryClock(PhaseClock):
 
 
 class GenerationOwner(Protocol):
-    """Declares what a generation needs of its job's supervisor."""
+    """Declares the parts of a job's supervisor that a generation uses."""
 
     run_dir: Path
     generation: int
@@ -233,7 +233,7 @@ class GenerationWatch:
             if trouble := describe_trouble(line):
                 gap = {"gap": line} if line["kind"] == "gap" else {}
                 self.note(trouble, **gap)
-            match line:  # one that a full disk has cut, or a person edited, tells nothing
+            match line:  # skips a line that a full disk has cut or a person has edited
                 case {"kind": "start", "start_s": dict()}:
                     self.owner.clock.take_start(line)
                 case {"kind": "eval"} if self.step is None:
@@ -244,7 +244,7 @@ class GenerationWatch:
                     self.step = step
 
     def log_first_step(self, line: dict) -> None:
-        """Journals the first step, and where the time before it went; the run has changed by now."""
+        """Journals the first step and the phases before it, and stores the run's new configuration."""
         self.owner.store_config()
         seconds = time.monotonic() - self.started
         words = f"first step ({line['step']}) after {seconds:.1f} s"

@@ -4,8 +4,8 @@ Read `supervise` first. This module knows nothing of Ray: a `NodeProvider` suppl
 on a cluster (actor.py) and on this machine alone (`ThisMachine`).
 
 A generation is announced in the file `generation`, which fences off every older writer. One agent per node is
-started and watched until all ranks have exited with 0 and a result, or something else happens. Then
-everything is ended everywhere, the reason is journaled, and the job continues or ends:
+started and watched until all ranks have exited with 0 and a result, or something else happens. The
+supervisor then ends all processes on all nodes and journals the reason, and the job continues or ends:
 
 * result.json says "finished" or "stopped": SUCCEEDED or STOPPED (PREEMPTED if that was the reason). If the
   supervisor had paused the ranks, the next generation follows on other nodes (placing.py).
@@ -103,7 +103,7 @@ def supervise(
     job.release()
     job.leave_files()
     job.journal.settle()
-    # its absence tells that nothing is left of the job
+    # no heartbeat means that nothing is left of the job
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
 
@@ -234,7 +234,7 @@ class JobSupervisor:
             self.log(self.state, f"the file {name} was damaged and is written again")
 
     def store_config(self) -> None:
-        """Puts a continued run's new configuration in the place of the former one."""
+        """Replaces a continued run's former configuration by the new one."""
         if not self.is_stored:
             self.is_stored = True
             self.keep(CONFIG, self.launch.configuration)
@@ -271,7 +271,7 @@ class JobSupervisor:
         return ()
 
     def _until(self, is_done: Callable[[], bool]) -> None:
-        """Retries until the run folder can be written: no generation begins before."""
+        """Retries until the run folder can be written; no generation begins before that."""
         while not is_done():
             self._while_placing("")
             time.sleep(POLL_S)
@@ -460,7 +460,7 @@ class JobSupervisor:
     def _mistake(self, outcome: Outcome) -> RootCause | None:
         """Returns the cause if a rank says that no restart would help, and that is plausible.
 
-        What worked in an earlier generation has changed since, for example a mount, and may be repaired.
+        After a generation that worked, the cause has appeared since (a mount, for example) and may be repaired.
         """
         cause = outcome.cause
         says_so = cause is not None and cause.exit_code == EXIT_MISTAKE

@@ -1,7 +1,7 @@
 """Keeps the supervisor's files of the run folder as it wrote them.
 
-People and sync programs delete, empty and replace files. What the supervisor alone may write, it writes again
-at the next look, several times a second. A look costs one `stat` per file.
+People and sync programs delete, empty and replace files. The supervisor looks several times a second and
+rewrites the files that only it may write. A look costs one `stat` per file.
 """
 
 import contextlib

@@ -1,12 +1,13 @@
 """Finds out when ranks hang and which rank the others wait for, in pure functions.
 
 The ranks of a generation move in step: one that stands still stops all others in a collective within a step
-or two. A generation hangs when every rank is over the limit of its phase. Behind the others is:
+or two. A generation hangs when every rank is over the limit of its phase. The ranks that the others wait for are,
+in this order:
 
 1. a rank whose process is stopped or gone;
-2. otherwise a rank that is blamed and waits for nobody. Every rank reports the collective it waits in, and
+2. a rank that others blame and that waits for none. Every rank reports the collective it waits in, and
    blames the members of the group that have not reached it. (If A waits for B and B for C, it is C.)
-3. otherwise the ranks at the lowest step, unless that is all of them.
+3. the ranks at the lowest step, unless that is all of them.
 
 If none applies, every rank arrived but no data does: the network failed, or all ranks hang alike.
 """
@@ -27,7 +28,7 @@ END_S = 300.0  # to leave the process group after the last step
 
 @dataclass(frozen=True)
 class Stall:
-    """Describes ranks of which none makes progress."""
+    """Describes a hang: no rank makes progress."""
 
     state: RankState  # of the rank behind the others, or of the one that waits longest
     behind: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """Watches the ranks of one generation for hangs, waits for data, and slow ranks.
 
-About once a second it asks all nodes for their heartbeats at once. A slow node delays nobody; it is asked
+About once a second it asks all nodes for their heartbeats in parallel. A slow node delays no other, and is asked
 again after it has answered.
 
 * If all ranks are over the limit of their phase, evidence is gathered from every node (evidence.py), the rank

@@ -169,7 +169,7 @@ def prepare(
 
 
 def _log_news(progress: PrepareProgress) -> None:
-    """Logs what must be said even if nobody shows the progress."""
+    """Logs news that a user must see even without a progress display."""
     if progress.news:
         logger.warning("%s", progress.news)
 

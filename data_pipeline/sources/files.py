@@ -156,7 +156,7 @@ def _readable_files(
     """Returns the readable files below a folder, sorted, and what the others are."""
     prefix = f"{folder.rstrip('/')}/"
     paths, left_out = [], Counter[str]()
-    # else a local folder that may not be listed is left out without a word
+    # otherwise fsspec silently leaves out a local folder that it cannot list
     options = {"on_error": "raise"} if _is_local(fs) else {}
     for path in sorted(map(str, fs.find(folder, **options))):
         parts = path.removeprefix(prefix).split("/")

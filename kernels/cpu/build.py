@@ -144,7 +144,7 @@ _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clan
 
 
 class Lack(NamedTuple):
-    """What is missing, to follow "needs …", and what to do, to follow "and …"."""
+    """Names a missing tool, to follow "needs …", and gives advice, to follow "and …"."""
 
     need: str
     advice: str

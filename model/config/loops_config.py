@@ -52,7 +52,7 @@ class DepthConfig(BaseModel):
         return range(self.values[0], self.values[1] + 1) if least_and_most else self.values
 
     def first_with_gradient(self, num_loops: int) -> int:
-        """Returns the first loop of so many, counted from 0, that gradients pass through."""
+        """Returns the first of `num_loops` loops that gradients pass through, counted from 0."""
         return 0 if self.gradient_loops is None else max(0, num_loops - self.gradient_loops)
 
     @model_validator(mode="after")
@@ -128,7 +128,7 @@ class LoopsConfig(BaseModel):
         return self.model_copy(update={"depth": DepthConfig()}) == LoopsConfig()
 
     def read_loops(self, num_loops: int) -> tuple[int, ...]:
-        """Returns the loops of so many that a training pass reads out, counted from 0."""
+        """Returns which of `num_loops` loops enter the loss of a training pass, counted from 0."""
         if self.exit_entropy is not None:
             return tuple(range(num_loops))
         chosen = {loop - 1 for loop in self.read_out if loop < num_loops}

@@ -1,7 +1,7 @@
-"""What each parameter does in a model, as its module says: its optimizer's rule, rate and decay follow.
+"""Tells what each parameter does in a model; the optimizer's rule, rate and decay follow from it.
 
-A module's place names the part that it belongs to: a router, a gate, a norm, the head. Within the body its
-class names what its parameters are, in `roles`. The number of dimensions decides nothing, because an embedding
+A module's name says to which part it belongs: a router, a gate, a norm, the head. Within the body its
+class says in `roles` what its parameters are. The number of dimensions decides nothing, because an embedding
 and a router have two as well.
 """
 
@@ -15,7 +15,7 @@ Part = Literal["body", "embedding", "head", "router", "gate", "norm"]
 Kind = Literal["matrix", "bank", "table", "vector", "unknown"]
 KINDS = ("matrix", "bank", "table", "vector")
 _DIMS = {"matrix": 2, "bank": 3, "table": 2}
-# By a module's name, or its last word. What halts, injects and conditions is read as a gate is.
+# By a module's name, or its last word. Halting, injections and conditions count as gates.
 _PARTS: dict[str, Part] = {
     "router": "router",
     "norm": "norm",
@@ -28,7 +28,7 @@ _PARTS: dict[str, Part] = {
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is.
+    """Says what a parameter is.
 
     A "matrix" (out, in) multiplies rows, a "bank" (E, in, out) holds one for each expert, the rows of a
     "table" are looked up, and a "vector" scales or shifts.

@@ -9,5 +9,5 @@ and rich; it imports nothing from moebius.
 from .contract import Layer, Shard
 from .run import assert_conforms, check
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Layer", "Shard", "assert_conforms", "check"]

@@ -1,3 +1,3 @@
 """Studies trained moebius models: pictures, comparisons, algorithmic tasks, claims of papers."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -8,7 +8,7 @@ mesh must fit, and changes as little as possible:
 2. with as many replicas as fill the world (`dp_replicate`), and as few shards as EP needs;
 3. with fewer ranks in an EP group.
 
-Whether each rank's larger share fits its memory is not checked.
+It does not check whether each rank's larger share fits its memory.
 """
 
 import json

@@ -3,8 +3,8 @@
 Server addresses and keys come only from the environment: WANDB_API_KEY, MLFLOW_TRACKING_URI, …
 
 W&B and MLflow only append. A run that resumes repeats steps with the same numbers, which `SentLines`
-skips: it records in the run folder what was sent. A run that went back and makes steps anew, with
-other numbers, gets another run there, from the step that it went back to. TensorBoard hides the
+skips: it records in the run folder what was sent. A run that went back and repeats steps with other
+numbers continues as another run there, from the step that it went back to. TensorBoard hides the
 abandoned steps instead.
 """
 

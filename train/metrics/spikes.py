@@ -1,4 +1,4 @@
-"""Which steps change no weight: those without a finite gradient, without a target, and loss spikes.
+"""Decides which steps change no weight: steps without a finite gradient or a target, and loss spikes.
 
     loss > median + n · 1.4826 · MAD of the last good steps, or the gradient norm with 2 n  →  a spike
 
