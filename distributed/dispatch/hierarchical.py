@@ -31,7 +31,7 @@ from .expert_map import ExpertMap, ExpertPlaces, places, places_in_node, places_
 
 
 @dataclass(frozen=True)
-class _Dispatched:
+class _TwoHops:
     """A pass in flight: the inter exchange, then the intra exchange of its received rows."""
 
     inter: DedupRows
@@ -88,7 +88,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
             rows_sent=sum(row[ROWS] for row in (*sizes.sent, *intra_sizes.sent)),
             routes_served=sum(row[ROUTES] for row in intra_sizes.received),
         )
-        return _Dispatched(came, lambda came: self._start_intra(came, expert_map, intra_sizes))
+        return _TwoHops(came, lambda came: self._start_intra(came, expert_map, intra_sizes))
 
     def _start_intra(
         self, came: DedupRows, expert_map: ExpertMap, sizes: ExchangeSizes

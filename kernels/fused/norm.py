@@ -114,8 +114,14 @@ def add_norm(
     if given:
         given, number = shared_weights(*given, defer=True)
     weight_D, bias_D, *_ = *given, None, None
+    casts, copies_norm = low != x.dtype, "normed" in copies
+    wants = (
+        wants_normed or (copies_norm and not casts),
+        copies_norm and casts,
+        "total" in copies and casts,
+    )
     total, normed, *made = _AddNorm.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        x, y, weight_D, bias_D, eps, low, tuple(copies), wants_normed, number
+        x, y, weight_D, bias_D, eps, low, tuple(copies), wants, wants_normed, number
     )
     return NormedRows(total, normed, tuple(made))
 
@@ -133,16 +139,13 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         low: torch.dtype,
         copies: tuple[Copied, ...],
+        wants: tuple[bool, bool, bool],  # the norm, a low-precision copy of it, and of the total
         wants_normed: bool,
         number: int,
     ) -> tuple[Tensor | None, ...]:
-        casts = low != x.dtype
         x, y = x.contiguous(), None if y is None else y.contiguous()
         total, normed, low_normed, low_total, *statistics = _add_norm(
-            *(x, y, weight_D, bias_D, eps, low),
-            wants_normed or (not casts and "normed" in copies),
-            casts and "normed" in copies,
-            casts and "total" in copies,
+            x, y, weight_D, bias_D, eps, low, *wants
         )
         total = x if y is None else total
         ctx.save_for_backward(total, weight_D, *statistics)
@@ -151,7 +154,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.added = None if y is None else y.dtype
         made = (
             {"normed": low_normed, "total": low_total}
-            if casts
+            if low != x.dtype
             else {"normed": normed, "total": total}
         )
         # detached: it shares memory with a tensor that has its own history
@@ -160,7 +163,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        none = (None,) * 9
+        none = (None,) * 10
         if all(grad is None for grad in grads):
             return none
         total, weight_D, *statistics = ctx.saved_tensors
