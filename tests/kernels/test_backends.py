@@ -101,7 +101,7 @@ def megablocks() -> Iterator[StandIn]:
     {
         "name": CASES,
         "activation": ACTIVATIONS,
-        "biases": ["no bias", "both biases"],
+        "biases": BIASES,
         ("backend", "dtype"): KINDS,
     }
 )
@@ -141,12 +141,6 @@ def test_linear_equals_the_reference(
     w = torch.randn(routes.num_experts, *widths, generator=generator).to(dtype)
     for kind in (routes, irregular(routes)):
         check(routed_linear, x, [w], kind, backend)
-
-
-@every_backend
-@pytest.mark.parametrize("biases", ["bias up", "bias down"])
-def test_one_bias_alone(biases: str, backend: str) -> None:
-    check(*make_call("random", "swiglu", biases), backend)
 
 
 @pytest.mark.quick(8)

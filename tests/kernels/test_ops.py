@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BIASES, Case, Operation, all_equal, make_call, make_routes, on_device
+from kernel_cases import Case, Operation, all_equal, make_call, make_routes, on_device
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,37 +62,6 @@ def test_the_ops_are_well_behaved_custom_operators(
     calls += [(ops.MLP.backward, given | {"into": zeros})]
     for operator, values in calls:
         torch.library.opcheck(operator._opoverload, arguments(operator, values), test_utils=checks)
-
-
-def test_gradients_of_rows_alone_have_their_shapes_without_data() -> None:
-    """Those of a perceptron's rows before the activation are laid out as the saved rows are."""
-    _, leaves, routes = leaves_of("relu", "no bias")
-    leaves = [leaf.detach().to("meta") for leaf in leaves]
-    given = mlp_fields(leaves, on_device(routes, "meta"), "relu")
-    y, saved = ops.routed_mlp(**given)
-    grad_x, gate, *_, d_z = ops.MLP.rows(grad_TO=y, saved=saved.bfloat16(), **given)
-    assert (grad_x.shape, gate.shape) == (leaves[0].shape, routes.weight_N.shape)
-    assert (d_z.shape, d_z.dtype, d_z.device) == (saved.shape, torch.bfloat16, saved.device)
-
-
-@COUNTS
-@pytest.mark.parametrize("biases", BIASES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_operations_run_without_data_forward_and_backward(
-    activation: str, biases: str, static: bool
-) -> None:
-    operation, leaves, routes = leaves_of(activation, biases, static=static)
-    leaves, routes = (
-        [leaf.detach().to("meta").requires_grad_() for leaf in leaves],
-        on_device(routes, "meta"),
-    )
-    y = operation(*leaves, routes, backend="auto")
-    assert y.shape == (9, 7)
-    for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
-        assert (grad.shape, grad.device.type) == (leaf.shape, "meta")
-    y = routed_linear(leaves[0], leaves[1], routes)
-    grads = torch.autograd.grad(y.sum(), leaves[:2])
-    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves[:2]]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Ranks compare facts before they act; all of them learn of a difference or an absent rank."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from world import run_ranks
 
 from moebius.distributed.layout import Layout
 from moebius.distributed.process import agreement
@@ -23,7 +21,6 @@ from moebius.distributed.process.agreement import (
     parameter_facts,
     version_facts,
 )
-from moebius.distributed.process.process import start_process
 
 ROOT = Path(agreement.__file__).parents[2]
 CONFIG = {"train": {"seed": 0, "steps": 10}, "model": {"router": {"kind": "sigmoid"}}}
@@ -155,26 +152,6 @@ def test_the_code_is_what_the_package_runs():
     files = [key.removeprefix("code ") for key in facts if key.startswith("code ")]
     assert all((ROOT / file).is_file() for file in files)
     assert len(set(facts.values())) > len(facts) / 2  # digests of the contents
-
-
-def on_processes():
-    """Seeds differ on real ranks, over torchrun's store; afterwards they may agree on something
-    else.
-    """
-    rank = int(os.environ["RANK"])
-    with start_process("cpu", timeout_s=10) as process:
-        try:
-            process.agree("run", {"seed": str(rank // 2)})
-        except AgreementError as error:
-            process.agree("second", {"seed": "0"})
-            process.agree("second", {"seed": "1"})
-            return str(error)
-
-
-def test_on_processes_over_their_store():
-    told = run_ranks(on_processes, 4)
-    assert len(set(told)) == 1
-    assert "seed: 0 on ranks 0-1; 1 on ranks 2-3" in told[0]
 
 
 def comparison(store, rank, world_size):

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 from router_cases import GATES, step_by_step
-from row_order import assert_reordered, reordered
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,7 +20,6 @@ from moebius.model.routers import router as routers
 from moebius.model.routers import sigmoid
 from moebius.model.routers.router import Choice
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
-from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
 from moebius.model.routing import Routing, token_routes
 
 FLOAT64 = torch.float64
@@ -52,22 +50,6 @@ def test_values_and_gradients_are_those_of_the_steps(
     pairs = zip((found[0], found[2], *ours), (expected[0], expected[2], *theirs), strict=True)
     for mine, other in pairs:
         torch.testing.assert_close(mine.to(FLOAT64), other, rtol=1e-5, atol=1e-5)
-
-
-def test_given_experts_are_taken() -> None:
-    x, weight = leaves((7, 12), (15, 12))
-    given_THK = torch.tensor([[[4, 0], [9, 8], [10, 14]]]).expand(7, -1, -1).contiguous()
-    logits, experts, gates, _ = route_top_k(
-        x, weight, top_k=2, gate="sigmoid", heads=3, given_THK=given_THK
-    )
-    assert torch.equal(experts, given_THK)
-    assert torch.equal(
-        gates, logits.flatten(1).gather(1, given_THK.flatten(1)).sigmoid().view_as(gates)
-    )
-    _, weight_grad = torch.autograd.grad(gates.sum(), [x, weight])
-    untouched = sorted(set(range(15)) - set(given_THK.flatten().tolist()))
-    assert weight_grad[untouched].abs().max() == 0
-    assert weight_grad[given_THK[0].flatten()].abs().min() > 0
 
 
 @pytest.fixture
@@ -151,44 +133,6 @@ def test_which_rows_and_backends_have_a_kernel(monkeypatch: pytest.MonkeyPatch) 
 
 def sigmoid_router() -> SigmoidRouter:
     return SigmoidRouter(SigmoidConfig(top_k=2), 12, 15, init=uniform(1.0), num_heads=3)
-
-
-def make_routers() -> list[SigmoidRouter | TokenChoiceRouter]:
-    made: list[SigmoidRouter | TokenChoiceRouter] = [
-        SigmoidRouter(SigmoidConfig(top_k=3), 12, 15, init=uniform(1.0))
-    ]
-    for renormalise in (False, True):
-        config = TokenChoiceConfig(top_k=3, renormalise=renormalise, balance=0.01, z_loss=0.1)
-        made.append(TokenChoiceRouter(config, 12, 15, init=uniform(1.0)))
-    for router in made:
-        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
-    return made
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_router_plans_the_same_with_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    router, (x, _) = make_routers()[number], leaves((8, 12), (1, 1))
-    grads = []
-    for fused in (False, True):
-        monkeypatch.setattr(routers, "can_route", lambda *given, heads, fused=fused: fused)
-        routing = router(x, batch_size=2)
-        sums = router.statistics(routing, 2)
-        weights = torch.linspace(1, 2, routing.routes.weight_N.numel())
-        value = (routing.routes.weight_N * weights).sum() + sum(
-            each.square().sum() for each in sums.values() if each.requires_grad
-        )
-        grads.append((routing, *torch.autograd.grad(value, [x, router.weight])))
-    (steps, *theirs), (one, *ours) = grads
-    # logits, gates, losses over rows, and back
-    bound = reordered(15 * 8, 4, torch.float32)
-    assert torch.equal(one.routes.expert_N, steps.routes.expert_N)
-    assert torch.equal(one.wanted_TK, steps.wanted_TK)
-    for mine, other in zip(
-        (one.logits_THA, one.routes.weight_N, *ours),
-        (steps.logits_THA, steps.routes.weight_N, *theirs),
-        strict=True,
-    ):
-        assert_reordered(mine, other, bound)
 
 
 def test_dropped_experts_are_not_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
