@@ -99,18 +99,6 @@ def test_each_kind_of_cpu_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPat
     assert len({each.file for each in (wide, narrow, old)}) == 3
 
 
-@can_run
-def test_what_is_compiled_already_needs_no_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert brgemm.reason_against(F32) is not None
-    library.library().file.parent.mkdir(parents=True)
-    library.library().file.touch()
-    assert brgemm.reason_against(F32) is None
-
-
 def test_a_compiler_that_does_not_work_is_said_and_torch_does_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
