@@ -18,7 +18,7 @@ SHARED_MEMORY = "symmetric"  # unless this can run (choose.py)
 
 @dataclass(frozen=True)
 class SendingPattern:
-    """What a dispatcher sends: by default a row once to every rank that serves it.
+    """Describes a dispatcher's traffic: by default a row goes once to every rank that serves it.
 
     planning/communication.py computes costs from it.
     """

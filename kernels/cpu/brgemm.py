@@ -40,7 +40,7 @@ _ACTIVATIONS |= {"geglu": 3, "swiglu": 4, "clamped_swiglu": 5}  # of the gate
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What brgemm.cpp does with a product's rows before it stores them."""
+    """Describes how brgemm.cpp changes a product's rows before it stores them."""
 
     activation: str = "none"
     gate_N: Tensor | None = None
@@ -326,4 +326,3 @@ def relative_error() -> float:
     )
     expected = a.double() @ b[0].double()
     return float("inf") if status else float((out - expected).norm() / expected.norm())
-

@@ -1,8 +1,9 @@
 """Compiles the package's C++ on first use, caches the library, and loads it.
 
-It calls the compiler directly, without torch's extension header. That takes seconds instead of a minute,
-and needs only a C++ compiler (torch's `cpp_extension` also needs ninja). Concurrent processes wait on a file lock, which the kernel releases when its holder
-dies; torch's own lock file survives a killed process. A finished library is renamed into place.
+It calls the compiler directly, without torch's extension header. That takes seconds instead of a
+minute, and needs only a C++ compiler (torch's `cpp_extension` also needs ninja). Concurrent processes
+wait on a file lock, which the kernel releases when its holder dies; torch's own lock file survives a
+killed process. A finished library is renamed into place.
 """
 
 import ctypes
@@ -143,7 +144,7 @@ _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clan
 
 
 class Lack(NamedTuple):
-    """What is missing, to follow "needs …", and what to do, to follow "and …"."""
+    """Names a missing tool, to follow "needs …", and gives advice, to follow "and …"."""
 
     need: str
     advice: str

@@ -121,9 +121,9 @@ def add_norm(
         "total" in copies and casts,
     )
     total, normed, *made = _AddNorm.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        x, y, weight_D, bias_D, eps, low, tuple(copies), wants, wants_normed, number
+        x, y, weight_D, bias_D, eps, low, tuple(copies), wants, number
     )
-    return NormedRows(total, normed, tuple(made))
+    return NormedRows(total, normed if wants_normed else None, tuple(made))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -140,9 +140,8 @@ class _AddNorm(torch.autograd.Function):
         low: torch.dtype,
         copies: tuple[Copied, ...],
         wants: tuple[bool, bool, bool],  # the norm, a low-precision copy of it, and of the total
-        wants_normed: bool,
         number: int,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, ...]:
         x, y = x.contiguous(), None if y is None else y.contiguous()
         total, normed, low_normed, low_total, *statistics = _add_norm(
             x, y, weight_D, bias_D, eps, low, *wants
@@ -158,12 +157,12 @@ class _AddNorm(torch.autograd.Function):
             else {"normed": normed, "total": total}
         )
         # detached: it shares memory with a tensor that has its own history
-        return total.detach(), normed if wants_normed else None, *(made[c].detach() for c in copies)
+        return total.detach(), normed, *(made[c].detach() for c in copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        none = (None,) * 10
+        none = (None,) * 9
         if all(grad is None for grad in grads):
             return none
         total, weight_D, *statistics = ctx.saved_tensors

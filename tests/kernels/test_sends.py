@@ -49,35 +49,6 @@ def test_lists_with_gaps_between_their_numbers_are_read_rightly() -> None:
     check_sends(to, counts, sends.pack_sends(spaced, counts, wide_N), weight_N)
 
 
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("name", ["tokens", "into heads"])
-def test_rows_and_weights_get_their_gradients_back(name: str) -> None:
-    to = addresses(name)
-    weight_N = torch.rand(len(to.expert_N), dtype=torch.float64, requires_grad=True)
-    x_UD = torch.rand(to.num_sources, 5, dtype=torch.float64, requires_grad=True)
-    counts = sends.count_sends(to)
-    num_rows, _, num_targets = counts.counts_P3.sum(0).tolist()
-
-    def there_and_back(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        packed = sends.pack_sends(to, counts, weight)
-        pairs = packed.sources.first(num_rows)
-        came = sends.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
-        targets = (packed.targets or packed.sources).first(num_targets)
-        outputs = torch.arange(num_targets * 2.0, dtype=torch.float64).view(-1, 2)
-        return (
-            sends.sum_pairs(sends.gather_pairs(x, pairs), pairs),
-            sends.sum_pairs(outputs * came.weight_R.sum(), targets),
-            came.weight_R,
-        )
-
-    rows, _, weights_back = there_and_back(x_UD, weight_N)
-    copies_U = counts.number_PU.ge(0).sum(0)[:, None]  # a row comes back from every destination
-    torch.testing.assert_close(rows, x_UD * copies_U)
-    place_N = sends.pack_sends(to, counts, weight_N).place_N.long()
-    torch.testing.assert_close(weights_back[place_N], weight_N, rtol=0, atol=0)
-    assert torch.autograd.gradcheck(there_and_back, (x_UD, weight_N))
-
-
 def test_torch_and_cpp_may_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     to = addresses("into heads", shuffled=True)
     weight_N, counts = weights(to), sends.count_sends(to)

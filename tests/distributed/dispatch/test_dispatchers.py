@@ -30,6 +30,7 @@ from dispatch_cases import (
     world,
     worst,
 )
+from kernel_cases import all_equal
 from pairwise import every_pair, slow_but
 from torch import Tensor
 from world import run_ranks
@@ -55,29 +56,44 @@ Choice = tuple[str, str, str]  # scene, kind of routes, dispatcher
 
 
 def all_cases(dtype: torch.dtype, choices: list[Choice]) -> dict[Choice, float]:
-    """This rank's error of every choice against one rank; 1 if two runs differ.
+    """This rank's error of every choice against one rank; 1 if two runs differ, or `symmetric` and
+    `dedup`.
 
     A dispatcher serves all choices: what it remembered of a pass would spoil the next.
     """
     found: dict[Choice, float] = {}
     with world() as (process, group, nodes):
-        dispatchers = {name: dispatcher_of(name, group, nodes) for name in NAMES}
+        dispatchers: Any = {name: dispatcher_of(name, group, nodes) for name in NAMES}
         for (scene, kind), same_case in groupby(choices, key=lambda choice: choice[:2]):
             cases = [scene_case(scene, kind, rank, dtype) for rank in range(4)]
             expected, given = local_results(cases, dtype)[process.rank], cases[process.rank]
+            results: dict[str, list[Tensor]] = {}
             for choice in same_case:
-                layer = own_layer(process, dispatchers[choice[2]], dtype)
+                dispatcher = dispatchers[choice[2]]
+                layer, before = (
+                    own_layer(process, dispatcher, dtype),
+                    dispatcher.setup.counters.copy(),
+                )
                 result = run_layer(layer, given)
                 found[choice] = worst(result, expected, process.rank, 4)
-                if scene == "uneven":
-                    again = run_layer(layer, given)
-                    if not all(torch.equal(again[key], value) for key, value in result.items()):
-                        found[choice] = 1.0
+                counted = dispatcher.setup.counters.since(before)
+                sent = torch.tensor([counted.rows_sent, counted.routes_served])
+                results[choice[2]] = [*result.values(), sent]
+                if scene == "uneven" and not all_equal(
+                    result.values(), run_layer(layer, given).values()
+                ):
+                    found[choice] = 1.0
+            memory = results.get("symmetric")
+            if memory is not None and not all_equal(results["dedup"], memory):
+                found[scene, kind, "symmetric"] = 1.0
     return found
 
 
-EVERY_PAIR = every_pair(tuple(SCENES), KINDS, NAMES)
 EVERYTHING = list(product(SCENES, KINDS, NAMES))
+EVERY_PAIR = every_pair(tuple(SCENES), KINDS, NAMES)
+EVERY_PAIR = [
+    each for each in EVERYTHING if each in EVERY_PAIR or each[2] in ("dedup", "symmetric")
+]
 UNEVEN = list(product(("uneven",), KINDS, NAMES))
 
 

@@ -152,29 +152,3 @@ def test_the_code_is_what_the_package_runs():
     files = [key.removeprefix("code ") for key in facts if key.startswith("code ")]
     assert all((ROOT / file).is_file() for file in files)
     assert len(set(facts.values())) > len(facts) / 2  # digests of the contents
-
-
-def comparison(store, rank, world_size):
-    options = {"rank": rank, "world_size": world_size, "timeout_s": 0.05}
-    return agreement._Comparison(store, "it", "run", **options)
-
-
-def test_a_rank_that_is_gone_before_it_says_what_differs_is_named(monkeypatch):
-    """All came with their digests, which differ; then one died."""
-    store = HashStore()
-    store.set("it/facts/2", "{}")
-    told = comparison(store, 0, 3).settle("facts", "{}", lambda texts: "nothing is missing")
-    assert told.startswith("rank 1 of 3 did not come within 0.05 s to compare the run")
-    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
-    assert comparison(store, 2, 3).await_result("facts") == told
-
-
-def test_a_leader_that_came_and_said_nothing_is_told_from_one_that_did_not_come(monkeypatch):
-    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
-    store = HashStore()
-    second = comparison(store, 1, 2)
-    assert second.await_result("digest").startswith("rank 0 of 2 did not come")
-    store.set("it/digest/0", "")
-    assert second.await_result("digest") == (
-        "rank 0 came, but did not report within 0.1 s whether the ranks agree on the run"
-    )

@@ -150,13 +150,6 @@ def test_logits_at_the_ends_and_none_and_in_any_layout() -> None:
     assert torch.equal(softmax_sums(turned, 2), softmax_sums(turned.contiguous(), 2))
 
 
-def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = drawn((6, 2, 3))
-    ours = softmax_sums(logits, 2)
-    monkeypatch.setattr(library, "loaded", lambda: None)
-    torch.testing.assert_close(softmax_sums(logits, 2), ours)
-
-
 def test_they_are_traced_without_values() -> None:
     with FakeTensorMode() as mode:
         logits = torch.zeros(6, 2, 3, requires_grad=True)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from moebius.kernels.fused import router as torchs
 from moebius.kernels.fused.router import Gate, route_top_k
-from moebius.kernels.gradients import accumulate_weight_gradients, sum_parts
+from moebius.kernels.gradients import sum_parts
 from moebius.kernels.triton import router as kernel
 from moebius.kernels.triton import router_gradients, tiles
-from moebius.kernels.triton.guard import launch
 from moebius.model.execution.recompute import Recompute
 from moebius.model.loops.steps import PassOptions
 from moebius.model.routers import router as routers
@@ -92,19 +91,6 @@ def test_equal_logits_and_those_that_are_no_numbers() -> None:
     assert experts[0, 0].tolist() == [1, 2]
     assert logits[0, 0].isnan().tolist() == [False, True, False]
     assert gates[0, 0].isnan().tolist() == [True, False]
-
-
-def test_rounding_to_bfloat16_is_torchs() -> None:
-    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-23, -1.7, 3e-39, 0.0])
-    weight = values[:, None].contiguous()
-    parts = torch.empty(2, 32, 32)
-    shape = {"E": 6, "D": 1, "ROWS": 32, "WIDTH": 32, "BLOCK": 1024, "EMULATED": True}
-    launch(kernel._split, 1, weight, parts, **shape)
-    high = values.bfloat16().float()
-    assert torch.equal(parts[0, :6, 0], high)
-    assert torch.equal(parts[1, :6, 0], (values - high).bfloat16().float())
-    parts[:, :6, 0] = 0
-    assert torch.equal(parts, torch.zeros_like(parts))  # the rest has no expert or no channel
 
 
 @dataclass(frozen=True)
@@ -266,40 +252,6 @@ def test_sums_and_several_routers_are_those_of_float64(name: str, gate: Gate, pa
         results.append([*found, *torch.autograd.grad(value, leaves)])
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=2e-4, atol=2e-4)
-
-
-def test_a_pass_splits_a_weight_once_and_sums_its_gradients_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Three calls of unequal numbers of rows per pass; the weight changes between two passes."""
-    launched: list[str] = []
-
-    def noted(function: Any, *args: Any, **meta: Any) -> None:
-        launched.append(function.fn.__name__)
-        launch(function, *args, **meta)
-
-    for module in (kernel, router_gradients):
-        monkeypatch.setattr(module, "launch", noted)
-    monkeypatch.setattr(tiles, "_LEAST_ROWS", 16)
-    generator = torch.Generator().manual_seed(4)
-    rows = [torch.randn(tokens, 9, generator=generator) for tokens in (40, 0, 17, 40)]
-    weight = torch.randn(12, 9, generator=generator).requires_grad_()
-    for _ in range(2):
-        launched.clear()
-        with accumulate_weight_gradients():
-            found = [route_top_k(x, weight, top_k=2, gate="sigmoid").gates_THK for x in rows]
-        [ours] = torch.autograd.grad(sum(each.sum() for each in found), [weight])  # type: ignore
-        exact = torch.zeros_like(weight, dtype=torch.float64)
-        for x, gates in zip(rows, found, strict=True):
-            wide = weight.detach().double().requires_grad_()
-            chosen = (x.double() @ wide.T).topk(2).values.sigmoid()
-            torch.testing.assert_close(gates.double().squeeze(1), chosen, rtol=1e-4, atol=1e-6)
-            exact += torch.autograd.grad(chosen.sum(), wide)[0]
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
-        assert launched.count("_split") == 1
-        assert launched.count("weight_gradient") == 3
-        with torch.no_grad():
-            weight += 1
 
 
 @pytest.mark.slow
