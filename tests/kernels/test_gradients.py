@@ -42,12 +42,13 @@ class Bank:
 
     def forward(self) -> Tensor:
         x, w_up, w_down, b_up, w = self.leaves
-        named = {"backend": "segments"}
         self.between = []
         for routes in self.routes:
             routes = routes.with_weights(routes.weight_N.double())
-            x = x + routed_mlp(x, w_up, w_down, routes, activation="swiglu", b_up_EF=b_up, **named)
-            x = x + routed_linear(x, w, routes, **named)
+            x = x + routed_mlp(
+                x, w_up, w_down, routes, activation="swiglu", b_up_EF=b_up, backend="segments"
+            )
+            x = x + routed_linear(x, w, routes, backend="segments")
             self.between.append(x)
         return x.square().sum()
 
