@@ -117,20 +117,15 @@ def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> 
         ({"b_up_EF": torch.zeros(2, 3)}, r"b_up_EF has shape \(2, 3\); .* needs \(2, 2\)"),
         ({"b_down_EO": torch.zeros(2, 3)}, r"b_down_EO has shape \(2, 3\); .* needs \(2, 4\)"),
         ({"backend": "cuda9"}, "'cuda9' is unknown: choose auto, reference, segments"),
+        ({"per_expert": 2}, "per_expert=2 does not fit 3 routes over 2 experts"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
     routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
     call = partial(routed_mlp, torch.zeros(3, 4), torch.zeros(2, 4, 2), torch.zeros(2, 2, 4))
+    if "per_expert" in changes:
+        routes, changes = replace(routes, **changes), {}
+        with pytest.raises(ValueError, match=told):
+            routed_linear(torch.zeros(3, 4), torch.zeros(2, 4, 2), routes)
     with pytest.raises(ValueError, match=told):
         call(routes, **changes)
-
-
-def test_counts_that_do_not_fit_are_refused() -> None:
-    routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
-    w_up, w_down = torch.zeros(2, 4, 2), torch.zeros(2, 2, 4)
-    calls: tuple[Any, ...] = (routed_mlp, routed_linear)
-    for call in calls:
-        weights = [w_up, w_down] if call is routed_mlp else [w_up]
-        with pytest.raises(ValueError, match="per_expert=2 does not fit 3 routes over 2 experts"):
-            call(torch.zeros(3, 4), *weights, replace(routes, per_expert=2))

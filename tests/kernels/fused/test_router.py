@@ -1,6 +1,6 @@
 """The router as one operation against its steps, in torch without Triton."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -52,14 +52,6 @@ def test_values_and_gradients_are_those_of_the_steps(
         torch.testing.assert_close(mine.to(FLOAT64), other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture
-def num_threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
     """All results, and the gradients of rows and weights given each logit's value as its gradient."""
     x, weight = x_TD.clone().requires_grad_(), weight_ED.clone().requires_grad_()
@@ -70,16 +62,16 @@ def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.skipif(not kernel._has_brgemm(), reason="no micro-kernels on this CPU")
 def test_on_a_cpu_neither_neighbours_nor_threads_change_a_bit(
-    num_threads: Callable[[int], None],
+    on_threads: Callable[[int], None],
 ) -> None:
     x, weight = (one.detach() for one in leaves((203, 29), (45, 29)))
-    num_threads(1)
+    on_threads(1)
     *rows, grad_weight = routed_and_gradients(x, weight)
     for part in (slice(0, 1), slice(5, 70), slice(130, 203)):
         for mine, all_rows in zip(routed_and_gradients(x[part], weight)[:-1], rows, strict=True):
             assert torch.equal(mine, all_rows[part])
     for threads in (2, 3):
-        num_threads(threads)
+        on_threads(threads)
         for mine, one in zip(routed_and_gradients(x, weight), (*rows, grad_weight), strict=True):
             assert torch.equal(mine, one)
 
@@ -111,24 +103,42 @@ def test_it_is_traced_without_values_and_counted() -> None:
         assert flops.get_total_flops() == 3 * 2 * 7 * 12 * 15
 
 
-def test_which_rows_and_backends_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: None)
-    gpu, cpu = (torch.zeros(2, 4, device=name) for name in ("meta", "cpu"))
-    assert can_route("triton", cpu, cpu)
-    assert can_route("triton", cpu.bfloat16(), cpu)
-    assert not can_route("segments", cpu, cpu)
-    for has_brgemm in (False, True):
-        monkeypatch.setattr(kernel, "_has_brgemm", lambda has=has_brgemm: has)
-        assert can_route("auto", cpu, cpu) == can_route("brgemm", cpu, cpu) == has_brgemm
-        assert not can_route("auto", cpu.double(), cpu.double())
-        assert not can_route("auto", cpu.bfloat16(), cpu.bfloat16())
-    assert not can_route("segments", gpu, gpu)
-    assert not can_route("triton", cpu.double(), cpu.double())
-    assert not can_route("triton", cpu.bfloat16(), cpu.bfloat16())
-    assert not can_route("triton", cpu, torch.zeros(1025, 4))
-    assert can_route("triton", cpu, torch.zeros(1026, 4), heads=2)
-    monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: "no Triton")
-    assert not can_route("triton", cpu, cpu)
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("backend", "rows", "weights", "experts", "heads", "can"),
+    [
+        ("triton", F32, F32, 1024, 1, True),
+        ("triton", BF16, F32, 2, 1, True),
+        ("triton", F64, F64, 2, 1, False),
+        ("triton", BF16, BF16, 2, 1, False),
+        ("triton", F32, F32, 1025, 1, False),
+        ("triton", F32, F32, 1026, 2, True),
+        ("segments", F32, F32, 2, 1, False),
+        ("brgemm", F32, F32, 2, 1, None),
+        ("auto", F32, F32, 2, 1, None),
+        ("auto", F64, F64, 2, 1, False),
+        ("auto", BF16, BF16, 2, 1, False),
+    ],
+)
+def test_which_rows_and_backends_have_a_kernel(
+    backend: str,
+    rows: torch.dtype,
+    weights: torch.dtype,
+    experts: int,
+    heads: int,
+    can: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`can` None: with brgemm alone."""
+    x, weight = torch.zeros(2, 4, dtype=rows), torch.zeros(experts, 4, dtype=weights)
+    for has in (False, True):
+        monkeypatch.setattr(kernel, "_has_brgemm", lambda has=has: has)
+        monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: None)
+        assert can_route(backend, x, weight, heads=heads) == (has if can is None else can)
+        monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: "no Triton")
+        assert can_route(backend, x, weight, heads=heads) == (has if can is None else False)
 
 
 def sigmoid_router() -> SigmoidRouter:

@@ -2,7 +2,7 @@
 gradients, independent of neighbouring rows and threads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,13 +25,6 @@ inf, nan, small = torch.inf, torch.nan, 1e-45
 
 def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * size
-
-
-@pytest.fixture
-def on_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 # The greatest -------------------------------------------------------------------------------------
