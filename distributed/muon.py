@@ -25,7 +25,7 @@ Owners follow from shapes alone. With HSDP every replica does this by itself. Ma
 stack travels while this one is computed. Cost of a matrix m × n, m ≤ n: 20 m² n floating-point operations, and
 4 m n bytes (8 m n if it is cut) on the owner's link; neither shrinks with more nodes.
 
-Legend: N matrices of a stack on this rank, of A × B.
+Legend: N matrices of a stack on this rank, of A × B; P ranks that share a stack.
 """
 
 import heapq
@@ -213,7 +213,7 @@ class _Stack:
 
 
 class _Move:
-    """One step of a stack: what travels, and when it is waited for."""
+    """One step of a stack: sends momenta and updates, and waits for them as late as possible."""
 
     def __init__(self, stack: _Stack, state: dict[Tensor, Any]) -> None:
         self._stack, self._state = stack, state
@@ -227,7 +227,7 @@ class _Move:
             self._arriving = self._exchange(self._u_NAB, *self._stack.splits)
 
     def compute(self) -> None:
-        """Computes the updates of the matrices owned here, and sends them to whom they belong."""
+        """Computes the updates of the matrices owned here, and sends them to the ranks that store them."""
         stack = self._stack
         if stack.cut is not None:
             self._compute_cut(stack, stack.cut)

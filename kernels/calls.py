@@ -326,7 +326,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class SendCounts:
-    """What each rank receives, and the index of every row among the rows that go there.
+    """Counts the rows, routes and targets for each rank, and numbers the rows that go there.
 
     An index is −1 where a row does not go to that rank. `number_PT` is None where the target rows
     are the source rows.

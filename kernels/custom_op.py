@@ -59,16 +59,10 @@ class CustomOp:
         """Calls the function, under autograd if an argument needs a gradient."""
         if torch.compiler.is_compiling() or len(args) + len(named) != len(self._names):
             return self._op(*args, **named)
-        args = (*args, *[named[name] for name in self._names[len(args) :]])
-        needs_gradient = has_no_data = False
-        for each in args:
-            kind = type(each)
-            if kind in _TENSORS:
-                needs_gradient |= each.requires_grad
-                has_no_data |= each.is_meta
-            elif kind not in _VALUES:
-                return self._op(*args)
-        if has_no_data or not _is_eager(args):
+        if named:
+            args = (*args, *[named[name] for name in self._names[len(args) :]])
+        needs_gradient = _needs_gradient(args)
+        if needs_gradient is None:
             return self._op(*args)
         if needs_gradient and torch.is_grad_enabled():
             return (self._op if self._function is None else self._function.apply)(*args)
@@ -77,15 +71,28 @@ class CustomOp:
         return self._run(*args)
 
 
-_known: dict[int, bool] = {}  # by the dispatcher's state
+_known: dict[int, bool] = {}  # whether no mode is active, by the dispatcher's state
 
 
-def _is_eager(args: tuple[Any, ...]) -> bool:
-    """Returns whether no mode of torch is active in this thread."""
-    if torch.overrides.has_torch_function(args):  # of plain tensors, in a mode of functions
-        return False
+def _needs_gradient(args: tuple[Any, ...]) -> bool | None:
+    """Returns whether an argument needs a gradient; None if only the library can handle the call.
+
+    That is so for other tensors than plain ones with data, and while a mode of torch is active in
+    this thread.
+    """
+    needs_gradient = has_no_data = False
+    for each in args:
+        kind = type(each)
+        if kind in _TENSORS:
+            needs_gradient |= each.requires_grad
+            has_no_data |= each.is_meta
+        elif kind not in _VALUES:
+            return None
+    # a mode of functions sees plain tensors, too
+    if has_no_data or torch.overrides.has_torch_function(args):
+        return None
     keys = torch._C._dispatch_tls_local_include_set()  # torch has no public name for it
     state = keys.raw_repr()
     if state not in _known:
         _known[state] = keys.highestPriorityTypeId().name in _ORDINARY
-    return _known[state]
+    return needs_gradient if _known[state] else None

@@ -5,7 +5,7 @@ running sum. For a bank of experts this costs as much memory traffic as the prod
 Inside `accumulate_weight_gradients` all calls on a bank add to one buffer; a backend that defers
 saves the operands instead and computes all gradients in one product. The sum enters the graph once,
 after the last call's backward. Elsewhere, and in compiled code, autograd adds the calls' gradients.
-What all calls derive from a weight is made once per pass, too (`once_per_pass`).
+Tensors that all calls derive from a weight are made once per pass, too (`once_per_pass`).
 """
 
 import itertools

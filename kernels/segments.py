@@ -17,8 +17,8 @@ Row counts are padded: a chunk's tail extends into the next expert's rows, which
 overwrites; sums over a chunk's rows zero both operands there. oneDNN compiles a kernel for every new
 row count (about 0.6 ms), and dropless routing produces new counts at every step, so half precision
 is padded to multiples of 64. MKL's float32 product rounds a thread's last 1 to 3 rows differently,
-so float32 is padded to multiples of 4. A row's result then depends on its neighbours at few shapes
-only (docs/measured.md).
+so float32 is padded to multiples of 4. At some shapes a row's result still depends on its neighbours
+(docs/measured.md says what is promised).
 
 For the same reason rows are aligned to 16 bytes: MKL takes other code paths, with other rounding,
 for unaligned rows. Rows of odd widths (in float32, no multiple of 4) are padded in memory at the

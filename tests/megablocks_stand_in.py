@@ -20,14 +20,10 @@ class StandIn:
     a number.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
     def gather(
         self, x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int
     ) -> Tensor:
         """Row i of the result is x[indices[i] // top_k]."""
-        self.calls.append("gather")
         self._check_places(indices, bin_ids, bins)
         _check_contiguous(x)
         assert (x.ndim, len(indices)) == (2, len(x) * top_k)
@@ -43,7 +39,6 @@ class StandIn:
         top_k: int,
     ) -> Tensor:
         """Row indices[i] of a list is row i of x; of that list, the sums of top_k neighbours."""
-        self.calls.append("scatter")
         self._check_places(indices, bin_ids, bins)
         _check_contiguous(x)
         assert weights is None
@@ -61,7 +56,6 @@ class StandIn:
         c: Tensor | None = None,
     ) -> Tensor:
         """Group by group a · b, with b of each group transposed, or aᵀ · b of the group's rows."""
-        self.calls.append("trans_a" if trans_a else "trans_b" if trans_b else "plain")
         assert (batch_sizes.dtype, batch_sizes.device.type) == (torch.int64, "cpu")
         _check_contiguous(a, b)
         assert (a.ndim, b.ndim) == (2, 2 if trans_a else 3)

@@ -2,7 +2,7 @@
 
 Which room may import which is a contract of import-linter (pyproject.toml). Every other rule is a function
 from sources (path -> text) to violations, each one line `path:line: what and why`. Each must find none in
-the tree, and must find the fault that is planted in a made-up tree: a rule that cannot fail proves nothing.
+the tree, and must find the faults of one table in a made-up tree: a rule that cannot fail proves nothing.
 """
 
 import ast
@@ -149,9 +149,7 @@ BREACHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def said_of_breaches(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("breaches")
+def test_every_breach_is_found_and_every_contract_is_seen_to_fail(tmp_path: Path) -> None:
     modules = (
         *("cli/main", "cluster/job", "planning/a", "export/a", "evaluation/text", "train/run"),
         *("distributed/mesh", "distributed/process/store", "model/moe", "kernels/ops"),
@@ -162,24 +160,18 @@ def said_of_breaches(tmp_path_factory: pytest.TempPathFactory) -> str:
     tree["cluster/b.py"] = "from ..distributed.process import store\n"  # these two are allowed
     tree["distributed/b.py"] = "from ..data_pipeline import files\n"
     for path, text in tree.items():
-        file = folder / PACKAGE / path
+        file = tmp_path / PACKAGE / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-        for parent in file.relative_to(folder).parents[:-1]:
-            (folder / parent / "__init__.py").touch()
-    return lint_imports(folder)
-
-
-@pytest.mark.parametrize("path", BREACHES)
-def test_a_breach_of_a_contract_is_found(path: str, said_of_breaches: str) -> None:
-    assert BREACHES[path][1] in said_of_breaches, said_of_breaches
-
-
-def test_every_contract_is_seen_to_fail(said_of_breaches: str) -> None:
+        for parent in file.relative_to(tmp_path).parents[:-1]:
+            (tmp_path / parent / "__init__.py").touch()
+    said = lint_imports(tmp_path)
+    assert [words for _, words in BREACHES.values() if words not in said] == [], said
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for contract in settings["tool"]["importlinter"]["contracts"]:
-        assert re.search(f"{re.escape(contract['name'])} BROKEN", said_of_breaches)
-    assert "cluster.b" not in said_of_breaches
+        assert re.search(f"{re.escape(contract['name'])} BROKEN", said)
+    assert "cluster.b" not in said
+    assert "distributed.b" not in said
 
 
 # Graphs ---------------------------------------------------------------------------------------------
@@ -209,8 +201,8 @@ def test_modules_make_no_circle_and_the_loop_pulls_in_little() -> None:
 
 def test_a_circle_is_found() -> None:
     graph = grimp.ImportGraph()
-    for importer, imported in (("a", "b"), ("b", "c"), ("c", "a")):
-        graph.add_import(importer=importer, imported=imported)
+    graph.add_import(importer="a", imported="b")
+    graph.add_import(importer="b", imported="a")
     assert circle_in(graph) is not None
 
 
@@ -371,7 +363,7 @@ FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
 CORE_LINES = 68_300
 TOP_FOLDERS, TOP_MODULES = 15, 3
-PRIVATE_NAMES = 11  # of torch, Ray and libtorch
+PRIVATE_NAMES = 6  # of torch and Ray
 
 
 def folders_are_small(sources: Sources) -> list[str]:
@@ -465,34 +457,25 @@ SOUND: Sources = {
 FAULTS: list[tuple[Rule, Sources, str]] = [
     (heavy_libraries_are_not_imported_by_call, {"cli/main.py": "import_module('ray')"}, r"cli/main.py: ray is imported"),
     (satellites_use_the_public_surface, {"satellites/dashboard/a.py": "from moebius.train import loop"}, r"dashboard imports"),
-    (satellites_use_the_public_surface, {"satellites/dashboard/tests/a.py": "from moebius import train"}, r"dashboard imports"),
     (satellites_use_the_public_surface, {"satellites/conform/a.py": "import moebius"}, r"conform imports moebius"),
     (imports_are_relative_inside_and_absolute_outside, {"model/a.py": "import moebius.kernels"}, r"must be imported relatively"),
     (imports_are_relative_inside_and_absolute_outside, {"cli/main.py": "from train import loop"}, r"it is moebius.train.loop"),
-    (imports_are_relative_inside_and_absolute_outside, {"tests/a.py": "from kernels import ops"}, r"it is moebius.kernels"),
     (imports_are_relative_inside_and_absolute_outside, {"tests/a.py": "from .golden import case"}, r"only the package"),
     (folders_are_two_levels_deep, {"model/deep/er/a.py": ""}, r"model/deep/er/a.py: a module lies in"),
-    (folders_are_two_levels_deep, {"attic/a.py": "", "attic/__init__.py": ""}, r"attic/a.py: a module lies in"),
-    (folders_are_two_levels_deep, {"setup.py": ""}, r"setup.py: a module lies in"),
     (folders_are_two_levels_deep, {"kernels/a.py": ""}, r"kernels/a.py: its folder kernels/ has no __init__.py"),
-    (folders_are_two_levels_deep, {"model/deep/a.py": ""}, r"model/deep/a.py: its folder model/deep/ has no"),
     (folders_are_two_levels_deep, {"tests/model/__init__.py": ""}, r"tests and examples are no packages"),
     (packages_are_listed, {"kernels/__init__.py": ""}, r"packages lacks moebius.kernels"),
     (packages_are_listed, {"pyproject.toml": PYPROJECT.replace(".model", ".attic")}, r"names moebius.attic"),
     (names_say_something, {"model/utils.py": ""}, r"model/utils.py: 'utils'"),
-    (names_say_something, {"tests/helpers/a.py": ""}, r"'helpers'"),
-    (names_say_something, {"tests/test_manager.py": ""}, r"'test_manager'"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.13\n"}, r"ray>=2.50 is not pinned"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.9\nray==2.60"}, r"torch==2.9 is outside"),
-    (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch>=2.13\nray==2.60"}, r"is not name==version"),
-    (dependencies_are_pinned, {"satellites/science/pyproject.toml": PYPROJECT.replace("ray>", "six>")}, r"six>.* not pinned"),
     (folders_are_small, {f"model/f{n}.py": "" for n in range(FOLDER_MODULES)}, r"model: 14 modules"),
     (the_loop_is_short, {"train/loop.py": "\n" * 201}, r"train/loop.py: 201 lines"),
     (the_top_is_small, {f"folder{n}/a.md": "" for n in range(TOP_FOLDERS)}, r"17 folders at the top"),
     (the_top_is_small, {f"{name}.py": "" for name in "abc"}, r"4 modules at the top"),
     (private_names_of_others_are_few, {
         "model/a.py": "".join(f"torch._C.name{n}\n" for n in range(PRIVATE_NAMES + 1)),
-    }, r"12 private names of other libraries; at most 11: torch._C.name0"),
+    }, r"7 private names of other libraries; at most 6: torch._C.name0"),
     (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has \d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
@@ -500,33 +483,22 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
 # fmt: on
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_sound_tree_passes(rule: Rule) -> None:
-    assert rule(SOUND) == []
-
-
-@pytest.mark.parametrize(("rule", "fault", "message"), FAULTS)
-def test_a_fault_is_found(rule: Rule, fault: Sources, message: str) -> None:
-    violations = rule(SOUND | fault)
-    assert any(re.search(message, line) for line in violations), violations
-
-
-def test_every_rule_is_seen_to_fail() -> None:
+def test_every_rule_accepts_a_sound_tree_and_finds_the_planted_faults() -> None:
     assert {rule for rule, _, _ in FAULTS} == set(RULES)
+    for rule, fault, message in FAULTS:
+        assert rule(SOUND) == []
+        violations = rule(SOUND | fault)
+        assert any(re.search(message, line) for line in violations), (message, violations)
 
 
 @pytest.mark.parametrize("room", ["kernels", "data_pipeline"])
-def test_a_room_refuses_to_be_a_top_level_package(room: str) -> None:
+def test_a_room_opens_only_as_part_of_the_package(room: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import moebius.{room}"], cwd=ROOT, check=True)
     tried = subprocess.run(
         [sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True
     )
     assert tried.returncode == 1
     assert f"ImportError: import moebius.{room}: the repository root is the package" in tried.stderr
-
-
-@pytest.mark.parametrize("room", ["kernels", "data_pipeline"])
-def test_the_same_room_opens_as_part_of_the_package(room: str) -> None:
-    subprocess.run([sys.executable, "-c", f"import moebius.{room}"], cwd=ROOT, check=True)
 
 
 # The configuration --------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class CudaDriver:
         """Captures a pass without doing its work; other threads (NCCL's, a checkpoint's) go on meanwhile.
 
         Returns:
-            What the pass returned, without values before a replay; and what replays it.
+            The pass's result, without values before a replay; and a function that replays it.
 
         Raises:
             RuntimeError: it cannot be captured. All gradients are as they were.
@@ -210,7 +210,7 @@ class MicroBatchGraph(Passes):
 def passes_of(
     config: Config, model: Transformer, layout: Layout, *, backend: str, device: torch.device
 ) -> Passes:
-    """Returns what runs a run's passes: by CUDA graphs wherever they can be captured.
+    """Returns the runner of a run's passes, which uses CUDA graphs wherever passes can be captured.
 
     Raises:
         ConfigError: `train.cuda_graph=true`, and they cannot be captured; on all ranks.

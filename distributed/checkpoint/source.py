@@ -1,4 +1,4 @@
-"""What a run starts from instead of drawn weights: another run's checkpoint, or a published folder.
+"""Starts a run from another run's checkpoint or a published folder, instead of drawn weights.
 
 `source.json` in the run folder records it. It is written before the ranks start and decides for every
 start before the run's first checkpoint, so a run that is killed before it starts from the same bits.
@@ -46,7 +46,7 @@ _SHOWN_DIGITS = 12  # of a digest
 
 
 class Source(BaseModel):
-    """source.json: what a run starts from, and what was done to fit its model."""
+    """source.json: the source of a run's weights, and the changes that fit them to its model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -35,7 +35,7 @@ from .expert_map import ExpertMap
 
 
 @dataclass(frozen=True)
-class _Dispatched:
+class _GatheredRows:
     """The rows and routes of all ranks in flight."""
 
     communicator: Communicator
@@ -97,7 +97,7 @@ class AllGatherDispatcher(RowSharingDispatcher):
         addresses_N3 = torch.stack((routes.source_N, slot_N, routes.target_N), 1)
         padding = (0, 0, 0, num_routes - len(addresses_N3))
         addresses_N3 = F.pad(addresses_N3, padding, value=-1)
-        return _Dispatched(
+        return _GatheredRows(
             self.communicator,
             expert_map,
             rows=self.communicator.all_gather(_padded(x_UD, num_rows)),

@@ -15,7 +15,7 @@ always arrive as (source rank, expert, position); a transposed copy before the e
 after them, restores the canonical order.
 
 In canonical order an expert sees the same rows in the same order on 1 or P ranks, so outputs, input
-gradients and expert gradients are bitwise equal (on CPUs: kernels/segments.py says why).
+gradients and expert gradients are bitwise equal wherever the backend's are (docs/measured.md).
 
 Cost per rank and direction: N·D elements and N gate weights for N routes, minus those that stay on
 the rank. The backward sends as much in reverse. A rank without rows still takes part in every

@@ -19,8 +19,9 @@ Legend: P ranks of the group, R rows.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ...model.execution.recompute import save_dispatch, skip_combine
 
+T = TypeVar("T")
 # Names since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -97,11 +99,7 @@ class AllGather:
 
     def start(self, rows: Tensor) -> Pending:
         """Starts the collective and returns its handle."""
-        sent, received = (
-            rows.detach(),
-            rows.new_empty(len(rows) * self.group.size(), *rows.shape[1:]),
-        )
-        return Pending(received, sent, _all_gather(received, sent, group=self.group, async_op=True))
+        return _start_dense(_all_gather, self.group, rows, len(rows) * self.group.size())
 
     @property
     def reverse(self) -> "ReduceScatter":
@@ -117,18 +115,18 @@ class ReduceScatter:
 
     def start(self, rows: Tensor) -> Pending:
         """Starts the collective and returns its handle."""
-        sent, received = (
-            rows.detach(),
-            rows.new_empty(len(rows) // self.group.size(), *rows.shape[1:]),
-        )
-        return Pending(
-            received, sent, _reduce_scatter(received, sent, group=self.group, async_op=True)
-        )
+        return _start_dense(_reduce_scatter, self.group, rows, len(rows) // self.group.size())
 
     @property
     def reverse(self) -> AllGather:
         """Returns the collective for the gradients."""
         return AllGather(self.group)
+
+
+def _start_dense(collective: Any, group: dist.ProcessGroup, rows: Tensor, count: int) -> Pending:
+    """Starts a collective that gives every rank `count` rows."""
+    sent, received = rows.detach(), rows.new_empty(count, *rows.shape[1:])
+    return Pending(received, sent, collective(received, sent, group=group, async_op=True))
 
 
 @dataclass
@@ -175,17 +173,17 @@ class Counters:
 
     def wait(self, pending: Pending) -> Tensor:
         """Waits for a collective and returns its rows."""
-        started = time.perf_counter()
-        rows = pending.wait()
-        self.waited_s += time.perf_counter() - started
-        return rows
+        return self._timed(pending.wait)
 
     def read(self, counts: Tensor) -> list[Any]:
         """Reads values on the host: the only synchronisation of a pass."""
+        return self._timed(counts.tolist)
+
+    def _timed(self, wait: Callable[[], T]) -> T:
         started = time.perf_counter()
-        values = counts.tolist()
+        value = wait()
         self.waited_s += time.perf_counter() - started
-        return values
+        return value
 
 
 @dataclass

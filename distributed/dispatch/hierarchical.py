@@ -6,10 +6,10 @@ once per distinct node that serves it. For 8 experts per token on 2 nodes of 8 r
 on average; `dedup` sends 6.5.
 
 One table gives the sizes of both exchanges: the rows, routes and targets that every rank has for
-every rank and every node. All ranks gather it, P · (P + M) · 24 bytes, and read it on the host once
-per pass.
+every rank and every node. All ranks gather it, 24 bytes for each pair of a rank and a rank or node,
+and read it on the host once per pass.
 
-Legend: P ranks = M nodes · G ranks of a node, U source rows, T target rows, N routes.
+Legend: U source rows, N routes, T target rows.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from .expert_map import ExpertMap, ExpertPlaces, places, places_in_node, places_
 
 
 @dataclass(frozen=True)
-class _Dispatched:
+class _TwoHops:
     """A pass in flight: the inter exchange, then the intra exchange of its received rows."""
 
     inter: DedupRows
@@ -88,7 +88,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
             rows_sent=sum(row[ROWS] for row in (*sizes.sent, *intra_sizes.sent)),
             routes_served=sum(row[ROUTES] for row in intra_sizes.received),
         )
-        return _Dispatched(came, lambda came: self._start_intra(came, expert_map, intra_sizes))
+        return _TwoHops(came, lambda came: self._start_intra(came, expert_map, intra_sizes))
 
     def _start_intra(
         self, came: DedupRows, expert_map: ExpertMap, sizes: ExchangeSizes

@@ -14,9 +14,10 @@
 // other rows nor on the number of threads.
 //
 // A lane is 32 bits: a float, or two bfloat16 consecutive along k, the layout of bfloat16 dot
-// products. The plain C interface without torch headers compiles in seconds. The micro-kernels are
-// passed as addresses (`moebius_use`), so the library is not bound to a torch version.
+// products. The interface is plain C, and of torch's headers only the micro-kernels' is included, so
+// the file compiles in seconds.
 
+#include <ATen/native/CPUBlas.h>
 #include <emmintrin.h>
 #include <omp.h>
 
@@ -28,14 +29,14 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 namespace {
 
 using bf16 = uint16_t;
 using Lane = uint32_t;
-template <typename T>
-using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-                        bool add, const T* a, const T* b, float* c, bool pairs);
+
+namespace blas = at::native::cpublas;
 
 constexpr int64_t kBlock = 64;   // rows that are multiplied at a time
 constexpr int64_t kDepth = 192;  // rows that a weight gradient sums up at a time
@@ -47,9 +48,6 @@ constexpr int64_t kStep = 8;
 constexpr int64_t kAhead = 3;   // rows or pairs of rows
 constexpr int64_t kWidth = 16;  // the kernels take whole vectors of columns, and tails are slower
 
-Brgemm<float> brgemm_float32 = nullptr;
-Brgemm<bf16> brgemm_bfloat16 = nullptr;
-void (*brgemm_release)(bool) = nullptr;
 std::atomic<bool> failed{false};  // a product, since this was last asked: none may throw in a thread
 
 // C (m x n) = A (m x k) * B, or += if `add`; B's lanes run along k.
@@ -57,10 +55,10 @@ template <typename T>
 void multiply(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
               const T* a, const Lane* b, float* c) {
   try {
-    if constexpr (sizeof(T) == sizeof(float))
-      brgemm_float32(m, n, k, lda, ldb, ldc, add, a, reinterpret_cast<const T*>(b), c, false);
-    else
-      brgemm_bfloat16(m, n, k, lda, ldb, ldc, add, a, reinterpret_cast<const T*>(b), c, true);
+    constexpr bool pairs = sizeof(T) < sizeof(float);
+    using Torchs = std::conditional_t<pairs, at::BFloat16, float>;
+    blas::brgemm(m, n, k, lda, ldb, ldc, add, reinterpret_cast<const Torchs*>(a),
+                 reinterpret_cast<const Torchs*>(b), c, pairs);
   } catch (...) {
     failed = true;
   }
@@ -412,7 +410,7 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
         }
       }
     }
-    if (pair == 2) brgemm_release(true);
+    if (pair == 2) blas::brgemm_release(true);
     _mm_sfence();  // streamed results are seen by whoever reads them next
   }
 }
@@ -501,7 +499,7 @@ void bank_gradient(Rows<T> a, Rows<T> b, const int32_t* starts, int64_t experts,
             narrow.width);
       }
     }
-    if (pair == 2) brgemm_release(true);
+    if (pair == 2) blas::brgemm_release(true);
     _mm_sfence();
   }
 }
@@ -509,12 +507,6 @@ void bank_gradient(Rows<T> a, Rows<T> b, const int32_t* starts, int64_t experts,
 }  // namespace
 
 extern "C" {
-
-void moebius_use(Brgemm<float> float32, Brgemm<bf16> bfloat16, void (*release)(bool)) {
-  brgemm_float32 = float32;
-  brgemm_bfloat16 = bfloat16;
-  brgemm_release = release;
-}
 
 // Each function returns 0, or 1 if there is no micro-kernel.
 #define MOEBIUS_FUNCTIONS(T, name)                                                                 \

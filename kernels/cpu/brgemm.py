@@ -9,15 +9,11 @@ Legend: U source rows, N routes, E experts, D input width, F hidden width, W col
 activation (F or 2F), O output width.
 """
 
-import ctypes
 import functools
 import itertools
 import os
 import platform
-import sys
-from ctypes import c_void_p
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,7 +29,7 @@ from ..calls import (
 )
 from ..permute import sum_to_sources, sum_to_targets
 from ..reference import GATES
-from .library import AVX2, AVX512, BFLOAT16, cpu_flags, is_x86, library, workspace
+from .library import AVX2, AVX512, BFLOAT16, HEADER, cpu_flags, is_x86, library, workspace
 from .library import call as call_library
 
 # largest relative error of an exact float32 product; rounded operands give about 2e-3
@@ -44,7 +40,7 @@ _ACTIVATIONS |= {"geglu": 3, "swiglu": 4, "clamped_swiglu": 5}  # of the gate
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What brgemm.cpp does with a product's rows before it stores them."""
+    """Describes how brgemm.cpp changes a product's rows before it stores them."""
 
     activation: str = "none"
     gate_N: Tensor | None = None
@@ -275,15 +271,9 @@ def _own(summed: Tensor, routes: SortedRoutes) -> Tensor:
 
 
 # torch's micro-kernels ----------------------------------------------------------------------------
-# `at::native::cpublas::brgemm` (ATen/native/CPUBlas.h; tested with torch 2.13) is looked up by symbol
-# name. torch's headers would take a minute to compile and bind the library to one torch version.
-# oneDNN compiles the micro-kernels at run time for the CPU's instruction sets.
+# `at::native::cpublas::brgemm` (tested with torch 2.13). oneDNN compiles the micro-kernels at run time
+# for the CPU's instruction sets.
 
-_NAMES = (
-    "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb",
-    "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
-    "_ZN2at6native7cpublas14brgemm_releaseEb",
-)
 # CPU flags that oneDNN's micro-kernels need. Without AVX512_BF16 oneDNN supports bfloat16 on AVX-512,
 # but not in these kernels: "could not generate a kernel".
 _WANTED = {torch.float32: AVX2, torch.bfloat16: AVX512 | {BFLOAT16}}
@@ -302,22 +292,20 @@ def reason_against(dtype: torch.dtype) -> str | None:
         return f"for {name} this CPU has no {', '.join(missing)}{limit}"
     if not torch.backends.mkldnn.is_available():
         return "this torch is built without oneDNN"
-    if addresses() is None:
+    if not HEADER.exists() or "brgemm_release" not in HEADER.read_text():
         return f"torch {torch.__version__} lacks at::native::cpublas::brgemm, which 2.13 has"
     return library().reason_against()
 
 
 @functools.cache
 def prepare() -> None:
-    """Loads the library, compiling it if needed, and hands it the micro-kernels.
+    """Loads the library, compiling it if needed.
 
     Raises:
         ValueError: compilation failed (with the compiler's output), or a trial shows that this CPU
             rounds float32 operands.
     """
-    loaded, found = library().load(), addresses()
-    assert found is not None, "ask `reason_against` first"
-    loaded.handle.moebius_use(*map(c_void_p, found))
+    library().load()
     if not (error := relative_error()) < EXACT:
         raise ValueError(
             f"float32 products of torch's micro-kernels have a relative error of {error:.1e} on this CPU, "
@@ -338,15 +326,3 @@ def relative_error() -> float:
     )
     expected = a.double() @ b[0].double()
     return float("inf") if status else float((out - expected).norm() / expected.norm())
-
-
-def addresses() -> list[int] | None:
-    """Returns the addresses of the micro-kernels, or None if torch lacks one."""
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    path = Path(torch.__file__).with_name("lib") / f"libtorch_cpu{suffix}"
-    try:
-        found = ctypes.CDLL(str(path))
-        pointers = [ctypes.cast(getattr(found, name), c_void_p) for name in _NAMES]
-    except (OSError, AttributeError):
-        return None
-    return [pointer.value or 0 for pointer in pointers]

@@ -1,9 +1,9 @@
 """Compiles the package's C++ on first use, caches the library, and loads it.
 
-It calls the compiler directly, without torch's headers. That takes two seconds instead of a minute,
-binds the library to no torch version, and needs only a C++ compiler (torch's `cpp_extension` also
-needs ninja). Concurrent processes wait on a file lock, which the kernel releases when its holder
-dies; torch's own lock file survives a killed process. A finished library is renamed into place.
+It calls the compiler directly, without torch's extension header. That takes seconds instead of a
+minute, and needs only a C++ compiler (torch's `cpp_extension` also needs ninja). Concurrent processes
+wait on a file lock, which the kernel releases when its holder dies; torch's own lock file survives a
+killed process. A finished library is renamed into place.
 """
 
 import ctypes
@@ -98,8 +98,8 @@ class CppLibrary:
             print(f"compiling {self.name}, once on this machine", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 built = Path(folder) / path.name
-                command = [*_compiler(), "-shared", "-fPIC", *self.flags]
-                command += [*map(str, self.sources), "-o", str(built)]
+                command = [*_compiler(), "-shared", "-fPIC", *map(str, self.sources)]
+                command += [*self.flags, "-o", str(built)]  # libraries come after what needs them
                 subprocess.run(command, check=True, capture_output=True, text=True)
                 os.replace(built, path)
 

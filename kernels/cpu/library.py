@@ -26,6 +26,8 @@ from .build import CppLibrary, LoadedLibrary
 AVX2 = frozenset({"avx2", "bmi2", "fma"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 BFLOAT16 = "avx512_bf16"
+_TORCH = Path(torch.__file__).parent
+HEADER = _TORCH / "include" / "ATen" / "native" / "CPUBlas.h"  # of torch's micro-kernels
 _FLAGS = (
     "-O3",
     "-std=c++17",
@@ -44,6 +46,8 @@ def library() -> CppLibrary:
         level = AVX512 if cpu_flags() >= AVX512 else AVX2
         flags += [f"-m{name}" for name in sorted(level)]
         flags += ["-mprefer-vector-width=512"] if level is AVX512 else []
+        flags += [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+        flags += [f"-DMOEBIUS_TORCH={torch.__version__}"]  # another torch compiles anew
     return CppLibrary(
         name="moebius_kernels",
         sources=[Path(__file__).with_name(name) for name in sources],

@@ -114,10 +114,16 @@ def add_norm(
     if given:
         given, number = shared_weights(*given, defer=True)
     weight_D, bias_D, *_ = *given, None, None
-    total, normed, *made = _AddNorm.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        x, y, weight_D, bias_D, eps, low, tuple(copies), wants_normed, number
+    casts, copies_norm = low != x.dtype, "normed" in copies
+    wants = (
+        wants_normed or (copies_norm and not casts),
+        copies_norm and casts,
+        "total" in copies and casts,
     )
-    return NormedRows(total, normed, tuple(made))
+    total, normed, *made = _AddNorm.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        x, y, weight_D, bias_D, eps, low, tuple(copies), wants, number
+    )
+    return NormedRows(total, normed if wants_normed else None, tuple(made))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -133,16 +139,12 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         low: torch.dtype,
         copies: tuple[Copied, ...],
-        wants_normed: bool,
+        wants: tuple[bool, bool, bool],  # the norm, a low-precision copy of it, and of the total
         number: int,
-    ) -> tuple[Tensor | None, ...]:
-        casts = low != x.dtype
+    ) -> tuple[Tensor, ...]:
         x, y = x.contiguous(), None if y is None else y.contiguous()
         total, normed, low_normed, low_total, *statistics = _add_norm(
-            *(x, y, weight_D, bias_D, eps, low),
-            wants_normed or (not casts and "normed" in copies),
-            casts and "normed" in copies,
-            casts and "total" in copies,
+            x, y, weight_D, bias_D, eps, low, *wants
         )
         total = x if y is None else total
         ctx.save_for_backward(total, weight_D, *statistics)
@@ -151,11 +153,11 @@ class _AddNorm(torch.autograd.Function):
         ctx.added = None if y is None else y.dtype
         made = (
             {"normed": low_normed, "total": low_total}
-            if casts
+            if low != x.dtype
             else {"normed": normed, "total": total}
         )
         # detached: it shares memory with a tensor that has its own history
-        return total.detach(), normed if wants_normed else None, *(made[c].detach() for c in copies)
+        return total.detach(), normed, *(made[c].detach() for c in copies)
 
     @staticmethod
     @once_differentiable

@@ -2,8 +2,8 @@
 
 Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s.
 
-Only this module uses torch's private parts (`torch.testing._internal.distributed` and the thread
-isolation of its process groups). If a version of torch lacks them, only the simulation fails.
+Only this module uses torch's threaded process group, which belongs to torch's own tests, and the thread
+isolation of process groups. If a version of torch lacks them, only the simulation fails.
 
 `counting` counts the rows and bytes that a rank passes to collectives, by receiver. It measures
 what is sent, independently of the dispatchers' own counters. Threads share global state such as

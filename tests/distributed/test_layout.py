@@ -231,11 +231,3 @@ def test_ranks_in_short(ranks, spelled):
 def test_layout_needs_no_torch():
     code = "import sys, moebius.distributed.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("world_size", [65, 96, 128, 384, 1000, 1024, 4096, 8192, 10_240])
-def test_tables_of_large_worlds(world_size):
-    found = every_layout(world_size)
-    for layout in found[:: max(1, len(found) // 4)][:5]:
-        check_tables(layout)

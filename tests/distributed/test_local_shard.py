@@ -5,8 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.distributed.local_shard import (
-    LocalShard,
-    Slice,
     block_shard,
     narrowed_shard,
 )
@@ -56,31 +54,3 @@ def test_blocks_of_experts_cut_again_along_any_dim_are_everything_once(
     assert torch.equal(found, value)
     assert (counts == 1).all()
     assert {shard.ranks_per_copy for shard, _ in parts} == {ep * efsdp}
-
-
-def test_experts_in_any_order_of_slots_and_more_than_once():
-    value = torch.arange(8.0).view(4, 2)
-    first = LocalShard(
-        (4, 2), (Slice((3, 0), (1, 2), (0, 0)), Slice((0, 0), (1, 2), (1, 0))), 2, True
-    )
-    second = LocalShard(
-        (4, 2),
-        (Slice((0, 0), (1, 2), (2, 0), is_first=False), Slice((1, 0), (2, 2), (0, 0))),
-        2,
-        True,
-    )  # expert 0 is on both
-    memories = value[[3, 0]], value[[1, 2, 0]]
-    found, counts = gathered(value.shape, [(first, memories[0]), (second, memories[1])])
-    assert torch.equal(found, value)
-    assert (counts == 1).all()
-    assert torch.equal(first.slices[0].copy_from(value), value[3:])
-    share = narrowed_shard(
-        second, 0, 1, 2, ranks_per_copy=4
-    )  # FSDP leaves this rank the last two of its three slots
-    assert [
-        (slice_.offsets[0], slice_.sizes[0], slice_.local_offsets[0], slice_.is_first)
-        for slice_ in share.slices
-    ] == [
-        (0, 1, 1, False),
-        (2, 1, 0, True),
-    ]

@@ -143,9 +143,9 @@ def test_ranks_agree_with_one_process(world_size, ep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatcher", ["alltoall", "symmetric"])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("world_size", "dispatcher"), [(2, "symmetric"), (4, "alltoall"), (8, "symmetric")]
+)
 def test_every_draw_ends(world_size, dispatcher):
-    """A thousand in all."""
     words = (world_size, ("decay, one gradient",), dispatcher, range(125))
     assert run_ranks(faults, world_size, *words, timeout_s=900) == [[]] * world_size

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moebius.kernels import backend, permute
+from moebius.kernels import backend
 from moebius.kernels.backend import KernelConfig, resolve_backend
 from moebius.kernels.cpu.library import workspace
 from moebius.kernels.triton import available as triton
@@ -97,17 +97,6 @@ def test_a_gpu_without_a_compiler_is_known_before_the_first_launch(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "auto is grouped_mm, which is slower: Triton needs a C compiler" in said[0]
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_routes_are_sorted_by_torch_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every backend sorts: without Triton's kernels and C++ torch's operations do."""
-    monkeypatch.setattr(permute, "kernels", lambda _: pytest.fail("Triton is asked"))
-    monkeypatch.setattr(permute, "handles", lambda *_: False)
-    assert permute.reason_against("cuda", F32) is not None
-    sorting = permute.sort_routes(torch.tensor([2, 0, 2, 1, 0]), 3)
-    assert sorting.order_N is not None
-    assert sorting.order_N.tolist() == [1, 4, 3, 0, 2]
 
 
 @pytest.mark.parametrize(

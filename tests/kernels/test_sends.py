@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from send_cases import CASES, addresses, check_received, check_sends, weights, with_wrong
-from torch._subclasses import FakeTensorMode
 
 from moebius.kernels import sends
 from moebius.kernels.cpu import library
@@ -50,35 +49,6 @@ def test_lists_with_gaps_between_their_numbers_are_read_rightly() -> None:
     check_sends(to, counts, sends.pack_sends(spaced, counts, wide_N), weight_N)
 
 
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("name", ["tokens", "into heads"])
-def test_rows_and_weights_get_their_gradients_back(name: str) -> None:
-    to = addresses(name)
-    weight_N = torch.rand(len(to.expert_N), dtype=torch.float64, requires_grad=True)
-    x_UD = torch.rand(to.num_sources, 5, dtype=torch.float64, requires_grad=True)
-    counts = sends.count_sends(to)
-    num_rows, _, num_targets = counts.counts_P3.sum(0).tolist()
-
-    def there_and_back(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        packed = sends.pack_sends(to, counts, weight)
-        pairs = packed.sources.first(num_rows)
-        came = sends.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
-        targets = (packed.targets or packed.sources).first(num_targets)
-        outputs = torch.arange(num_targets * 2.0, dtype=torch.float64).view(-1, 2)
-        return (
-            sends.sum_pairs(sends.gather_pairs(x, pairs), pairs),
-            sends.sum_pairs(outputs * came.weight_R.sum(), targets),
-            came.weight_R,
-        )
-
-    rows, _, weights_back = there_and_back(x_UD, weight_N)
-    copies_U = counts.number_PU.ge(0).sum(0)[:, None]  # a row comes back from every destination
-    torch.testing.assert_close(rows, x_UD * copies_U)
-    place_N = sends.pack_sends(to, counts, weight_N).place_N.long()
-    torch.testing.assert_close(weights_back[place_N], weight_N, rtol=0, atol=0)
-    assert torch.autograd.gradcheck(there_and_back, (x_UD, weight_N))
-
-
 def test_torch_and_cpp_may_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     to = addresses("into heads", shuffled=True)
     weight_N, counts = weights(to), sends.count_sends(to)
@@ -107,22 +77,3 @@ def test_routes_that_came_and_name_what_did_not_are_refused(column: int, number:
         sends.unpack_sends(metadata_N4, counts.counts_P3, 7)
     with pytest.raises(IndexError, match="some of the 120 received routes"):
         sends.unpack_sends(metadata_N4, counts.counts_P3[:-1], 7)
-
-
-def test_stand_ins_of_a_tracer_have_the_right_shapes() -> None:
-    to = addresses("into heads")
-    packed = sends.pack_sends(to, sends.count_sends(to), weights(to))
-    with FakeTensorMode() as mode:
-        fakes: dict[str, Any] = {
-            name: mode.from_tensor(value)
-            for name, value in vars(to).items()
-            if isinstance(value, torch.Tensor)
-        }
-        fake = replace(to, **fakes)
-        counts = sends.count_sends(fake)
-        traced = sends.pack_sends(fake, counts, mode.from_tensor(weights(to)))
-        assert counts.counts_P3.shape == (3, 3)
-        assert traced.metadata_N4.shape == packed.metadata_N4.shape
-        assert traced.targets is not None
-        assert packed.targets is not None
-        assert traced.targets.row_N.shape == packed.targets.row_N.shape

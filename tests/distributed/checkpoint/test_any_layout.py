@@ -215,15 +215,3 @@ def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
     assert gaps([wide if chunk is through else chunk for chunk in chunks]) == [partly.format(512)]
     outside = whole.model_copy(update={"offsets": (5, 0, 0)})
     assert gaps([*chunks, outside]) == ["experts 5 of 5 lie outside of the tensor"]
-
-
-def test_checkpoints_of_all_layouts_have_the_same_tensors(saved: dict[str, Path]) -> None:
-    stored = {
-        name: {
-            key: (tensor.dtype, tensor.shape)
-            for key, tensor in open_checkpoint(path).index.tensors.items()
-        }
-        for name, path in saved.items()
-        if model_of(name) == "buffers"
-    }
-    assert all(tensors == stored["alone"] for tensors in stored.values())

@@ -197,18 +197,6 @@ def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rename_that_fails_for_another_reason_is_told_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path, target: Path) -> Path:
-        raise OSError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(CheckpointError, match=r"out could not be written: Permission denied"):
-        write(tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_link_to_nothing_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="exists already"):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from moebius.distributed.dispatch.expert_map import ExpertMap, ExpertRange, contiguous_map
 from moebius.distributed.placement.balance_load import (
     load_imbalance,
-    num_copies,
     packed,
     rank_loads,
     rebalanced,
@@ -105,13 +104,6 @@ def test_a_block_is_one_piece():
         [ExpertRange(78, 0, 39, True)],
         [ExpertRange(117, 0, 38, True)],
     ]
-    assert ExpertMap((3, 2), (0, 3, 4)).ranges_of(0) == [
-        ExpertRange(0, 0, 1, True)
-    ]  # two empty slots
-    assert ExpertMap((2, 2), (0, 1, 3), ((0, 2),)).ranges_of(1) == [
-        ExpertRange(0, 0, 1, False),
-        ExpertRange(2, 1, 1, True),
-    ]
 
 
 def best_factor(loads, num_ranks):
@@ -148,15 +140,6 @@ def test_one_hot_expert_needs_copies():
     assert load_imbalance(copied, loads) < 1.1
 
 
-def test_a_last_copy_whose_ranks_are_taken_makes_room():
-    """Two slots on each of three ranks, loads so that greed leaves only ranks that have the expert
-    already.
-    """
-    for loads in itertools.product(range(4), repeat=4):
-        expert_map = packed(loads, (3, 3, 2))
-        assert sorted(slot for slots in expert_map.slots_E for slot in slots) == list(range(8))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -169,13 +152,6 @@ def test_a_last_copy_whose_ranks_are_taken_makes_room():
 def test_tables_that_cannot_be_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         ExpertMap(*arguments)
-
-
-def test_copies_go_where_a_copy_carries_most():
-    assert num_copies([12, 5, 4, 1], 4, 4) == [1, 1, 1, 1]
-    assert num_copies([12, 5, 4, 1], 7, 4) == [3, 2, 1, 1]  # 12, then 6 before 5, then 5 before 4
-    assert num_copies([100, 1, 1], 6, 2) == [2, 2, 2]  # never more than one per rank
-    assert num_copies([0, 0, 0], 5, 4) == [3, 1, 1]
 
 
 def test_what_is_even_already_stays():

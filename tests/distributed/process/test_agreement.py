@@ -1,6 +1,5 @@
 """Ranks compare facts before they act; all of them learn of a difference or an absent rank."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from world import run_ranks
 
 from moebius.distributed.layout import Layout
 from moebius.distributed.process import agreement
@@ -23,7 +21,6 @@ from moebius.distributed.process.agreement import (
     parameter_facts,
     version_facts,
 )
-from moebius.distributed.process.process import start_process
 
 ROOT = Path(agreement.__file__).parents[2]
 CONFIG = {"train": {"seed": 0, "steps": 10}, "model": {"router": {"kind": "sigmoid"}}}
@@ -155,49 +152,3 @@ def test_the_code_is_what_the_package_runs():
     files = [key.removeprefix("code ") for key in facts if key.startswith("code ")]
     assert all((ROOT / file).is_file() for file in files)
     assert len(set(facts.values())) > len(facts) / 2  # digests of the contents
-
-
-def on_processes():
-    """Seeds differ on real ranks, over torchrun's store; afterwards they may agree on something
-    else.
-    """
-    rank = int(os.environ["RANK"])
-    with start_process("cpu", timeout_s=10) as process:
-        try:
-            process.agree("run", {"seed": str(rank // 2)})
-        except AgreementError as error:
-            process.agree("second", {"seed": "0"})
-            process.agree("second", {"seed": "1"})
-            return str(error)
-
-
-def test_on_processes_over_their_store():
-    told = run_ranks(on_processes, 4)
-    assert len(set(told)) == 1
-    assert "seed: 0 on ranks 0-1; 1 on ranks 2-3" in told[0]
-
-
-def comparison(store, rank, world_size):
-    options = {"rank": rank, "world_size": world_size, "timeout_s": 0.05}
-    return agreement._Comparison(store, "it", "run", **options)
-
-
-def test_a_rank_that_is_gone_before_it_says_what_differs_is_named(monkeypatch):
-    """All came with their digests, which differ; then one died."""
-    store = HashStore()
-    store.set("it/facts/2", "{}")
-    told = comparison(store, 0, 3).settle("facts", "{}", lambda texts: "nothing is missing")
-    assert told.startswith("rank 1 of 3 did not come within 0.05 s to compare the run")
-    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
-    assert comparison(store, 2, 3).await_result("facts") == told
-
-
-def test_a_leader_that_came_and_said_nothing_is_told_from_one_that_did_not_come(monkeypatch):
-    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
-    store = HashStore()
-    second = comparison(store, 1, 2)
-    assert second.await_result("digest").startswith("rank 0 of 2 did not come")
-    store.set("it/digest/0", "")
-    assert second.await_result("digest") == (
-        "rank 0 came, but did not report within 0.1 s whether the ranks agree on the run"
-    )

@@ -33,7 +33,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(library, "_flags_of_cpu", lambda: EVERY_FLAG)
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(brgemm, "addresses", lambda: [1, 2, 3])
     for remembered in ("reason_against", "_fastest"):
         monkeypatch.setattr(backend, remembered, getattr(backend, remembered).__wrapped__)
     return tmp_path
@@ -70,7 +69,7 @@ def test_a_cpu_or_dtype_that_cannot_is_told(
     ("owner", "name", "value", "told"),
     [
         (library.platform, "machine", lambda: "aarch64", "x86-64 only, and this CPU is aarch64"),
-        (brgemm, "addresses", lambda: None, "lacks at::native::cpublas::brgemm"),
+        (brgemm, "HEADER", Path("no such header"), "lacks at::native::cpublas::brgemm"),
         (torch.backends.mkldnn, "is_available", lambda: False, "built without oneDNN"),
         (os, "environ", os.environ | {"CXX": "no-such"}, r"no C\+\+ compiler 'no-such': .* CXX"),
     ],
@@ -87,11 +86,6 @@ def test_another_torch_or_machine_is_told(
     assert resolve_backend("auto", CPU, F32) == "segments"
 
 
-def test_a_torch_without_the_names_has_no_micro_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(brgemm, "_NAMES", ("no_such_function",))
-    assert brgemm.addresses() is None
-
-
 @pytest.mark.usefixtures("elsewhere")
 def test_each_kind_of_cpu_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = library.library()
@@ -103,18 +97,6 @@ def test_each_kind_of_cpu_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPat
     assert not any("avx512" in flag for flag in narrow.flags)
     assert [each.name for each in old.sources] == ["lists.cpp", "scores.cpp"]
     assert len({each.file for each in (wide, narrow, old)}) == 3
-
-
-@can_run
-def test_what_is_compiled_already_needs_no_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert brgemm.reason_against(F32) is not None
-    library.library().file.parent.mkdir(parents=True)
-    library.library().file.touch()
-    assert brgemm.reason_against(F32) is None
 
 
 def test_a_compiler_that_does_not_work_is_said_and_torch_does_it(

@@ -1,13 +1,12 @@
 """The router as one operation against its steps, in torch without Triton."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 from router_cases import GATES, step_by_step
-from row_order import assert_reordered, reordered
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,7 +20,6 @@ from moebius.model.routers import router as routers
 from moebius.model.routers import sigmoid
 from moebius.model.routers.router import Choice
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
-from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
 from moebius.model.routing import Routing, token_routes
 
 FLOAT64 = torch.float64
@@ -54,30 +52,6 @@ def test_values_and_gradients_are_those_of_the_steps(
         torch.testing.assert_close(mine.to(FLOAT64), other, rtol=1e-5, atol=1e-5)
 
 
-def test_given_experts_are_taken() -> None:
-    x, weight = leaves((7, 12), (15, 12))
-    given_THK = torch.tensor([[[4, 0], [9, 8], [10, 14]]]).expand(7, -1, -1).contiguous()
-    logits, experts, gates, _ = route_top_k(
-        x, weight, top_k=2, gate="sigmoid", heads=3, given_THK=given_THK
-    )
-    assert torch.equal(experts, given_THK)
-    assert torch.equal(
-        gates, logits.flatten(1).gather(1, given_THK.flatten(1)).sigmoid().view_as(gates)
-    )
-    _, weight_grad = torch.autograd.grad(gates.sum(), [x, weight])
-    untouched = sorted(set(range(15)) - set(given_THK.flatten().tolist()))
-    assert weight_grad[untouched].abs().max() == 0
-    assert weight_grad[given_THK[0].flatten()].abs().min() > 0
-
-
-@pytest.fixture
-def num_threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
     """All results, and the gradients of rows and weights given each logit's value as its gradient."""
     x, weight = x_TD.clone().requires_grad_(), weight_ED.clone().requires_grad_()
@@ -88,16 +62,16 @@ def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.skipif(not kernel._has_brgemm(), reason="no micro-kernels on this CPU")
 def test_on_a_cpu_neither_neighbours_nor_threads_change_a_bit(
-    num_threads: Callable[[int], None],
+    on_threads: Callable[[int], None],
 ) -> None:
     x, weight = (one.detach() for one in leaves((203, 29), (45, 29)))
-    num_threads(1)
+    on_threads(1)
     *rows, grad_weight = routed_and_gradients(x, weight)
     for part in (slice(0, 1), slice(5, 70), slice(130, 203)):
         for mine, all_rows in zip(routed_and_gradients(x[part], weight)[:-1], rows, strict=True):
             assert torch.equal(mine, all_rows[part])
     for threads in (2, 3):
-        num_threads(threads)
+        on_threads(threads)
         for mine, one in zip(routed_and_gradients(x, weight), (*rows, grad_weight), strict=True):
             assert torch.equal(mine, one)
 
@@ -129,66 +103,46 @@ def test_it_is_traced_without_values_and_counted() -> None:
         assert flops.get_total_flops() == 3 * 2 * 7 * 12 * 15
 
 
-def test_which_rows_and_backends_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: None)
-    gpu, cpu = (torch.zeros(2, 4, device=name) for name in ("meta", "cpu"))
-    assert can_route("triton", cpu, cpu)
-    assert can_route("triton", cpu.bfloat16(), cpu)
-    assert not can_route("segments", cpu, cpu)
-    for has_brgemm in (False, True):
-        monkeypatch.setattr(kernel, "_has_brgemm", lambda has=has_brgemm: has)
-        assert can_route("auto", cpu, cpu) == can_route("brgemm", cpu, cpu) == has_brgemm
-        assert not can_route("auto", cpu.double(), cpu.double())
-        assert not can_route("auto", cpu.bfloat16(), cpu.bfloat16())
-    assert not can_route("segments", gpu, gpu)
-    assert not can_route("triton", cpu.double(), cpu.double())
-    assert not can_route("triton", cpu.bfloat16(), cpu.bfloat16())
-    assert not can_route("triton", cpu, torch.zeros(1025, 4))
-    assert can_route("triton", cpu, torch.zeros(1026, 4), heads=2)
-    monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: "no Triton")
-    assert not can_route("triton", cpu, cpu)
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("backend", "rows", "weights", "experts", "heads", "can"),
+    [
+        ("triton", F32, F32, 1024, 1, True),
+        ("triton", BF16, F32, 2, 1, True),
+        ("triton", F64, F64, 2, 1, False),
+        ("triton", BF16, BF16, 2, 1, False),
+        ("triton", F32, F32, 1025, 1, False),
+        ("triton", F32, F32, 1026, 2, True),
+        ("segments", F32, F32, 2, 1, False),
+        ("brgemm", F32, F32, 2, 1, None),
+        ("auto", F32, F32, 2, 1, None),
+        ("auto", F64, F64, 2, 1, False),
+        ("auto", BF16, BF16, 2, 1, False),
+    ],
+)
+def test_which_rows_and_backends_have_a_kernel(
+    backend: str,
+    rows: torch.dtype,
+    weights: torch.dtype,
+    experts: int,
+    heads: int,
+    can: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`can` None: with brgemm alone."""
+    x, weight = torch.zeros(2, 4, dtype=rows), torch.zeros(experts, 4, dtype=weights)
+    for has in (False, True):
+        monkeypatch.setattr(kernel, "_has_brgemm", lambda has=has: has)
+        monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: None)
+        assert can_route(backend, x, weight, heads=heads) == (has if can is None else can)
+        monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: "no Triton")
+        assert can_route(backend, x, weight, heads=heads) == (has if can is None else False)
 
 
 def sigmoid_router() -> SigmoidRouter:
     return SigmoidRouter(SigmoidConfig(top_k=2), 12, 15, init=uniform(1.0), num_heads=3)
-
-
-def make_routers() -> list[SigmoidRouter | TokenChoiceRouter]:
-    made: list[SigmoidRouter | TokenChoiceRouter] = [
-        SigmoidRouter(SigmoidConfig(top_k=3), 12, 15, init=uniform(1.0))
-    ]
-    for renormalise in (False, True):
-        config = TokenChoiceConfig(top_k=3, renormalise=renormalise, balance=0.01, z_loss=0.1)
-        made.append(TokenChoiceRouter(config, 12, 15, init=uniform(1.0)))
-    for router in made:
-        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
-    return made
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_router_plans_the_same_with_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    router, (x, _) = make_routers()[number], leaves((8, 12), (1, 1))
-    grads = []
-    for fused in (False, True):
-        monkeypatch.setattr(routers, "can_route", lambda *given, heads, fused=fused: fused)
-        routing = router(x, batch_size=2)
-        sums = router.statistics(routing, 2)
-        weights = torch.linspace(1, 2, routing.routes.weight_N.numel())
-        value = (routing.routes.weight_N * weights).sum() + sum(
-            each.square().sum() for each in sums.values() if each.requires_grad
-        )
-        grads.append((routing, *torch.autograd.grad(value, [x, router.weight])))
-    (steps, *theirs), (one, *ours) = grads
-    # logits, gates, losses over rows, and back
-    bound = reordered(15 * 8, 4, torch.float32)
-    assert torch.equal(one.routes.expert_N, steps.routes.expert_N)
-    assert torch.equal(one.wanted_TK, steps.wanted_TK)
-    for mine, other in zip(
-        (one.logits_THA, one.routes.weight_N, *ours),
-        (steps.logits_THA, steps.routes.weight_N, *theirs),
-        strict=True,
-    ):
-        assert_reordered(mine, other, bound)
 
 
 def test_dropped_experts_are_not_its_business(monkeypatch: pytest.MonkeyPatch) -> None:

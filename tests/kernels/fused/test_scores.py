@@ -2,7 +2,7 @@
 gradients, independent of neighbouring rows and threads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,13 +25,6 @@ inf, nan, small = torch.inf, torch.nan, 1e-45
 
 def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * size
-
-
-@pytest.fixture
-def on_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 # The greatest -------------------------------------------------------------------------------------
@@ -148,13 +141,6 @@ def test_logits_at_the_ends_and_none_and_in_any_layout() -> None:
     torch.testing.assert_close(softmax_sums(logits, 1), expected, equal_nan=True)
     turned = drawn((8, 12, 4)).transpose(1, 2)
     assert torch.equal(softmax_sums(turned, 2), softmax_sums(turned.contiguous(), 2))
-
-
-def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = drawn((6, 2, 3))
-    ours = softmax_sums(logits, 2)
-    monkeypatch.setattr(library, "loaded", lambda: None)
-    torch.testing.assert_close(softmax_sums(logits, 2), ours)
 
 
 def test_they_are_traced_without_values() -> None:

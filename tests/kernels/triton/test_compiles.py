@@ -100,7 +100,6 @@ CHIPS = {
 }
 LOADS = ("many", "few")
 TOKENS_AND_EXPERTS = {"many": (4096, 16), "few": (1024, 128), "one": (1, 1)}  # 16 routes per token
-NORM_WIDTHS = (412, 1024, WIDEST)
 Launch = tuple[Any, tuple, dict[str, Any]]
 
 
@@ -430,11 +429,6 @@ def faults_of(launch: Launch, target: str, *, exact: bool = False) -> list[str]:
     return [f"{target} {name}: {what}: {about}" for what, is_so in wrong.items() if is_so]
 
 
-def check(launches: list[Launch], target: str = "sm_90") -> None:
-    faults = [fault for launch in launches for fault in faults_of(launch, target)]
-    assert not faults, "\n".join(faults)
-
-
 def distinct(launches: list[Launch]) -> list[Launch]:
     """Drops launches that would be compiled to the same."""
     return list({kind_of(launch): launch for launch in launches}.values())
@@ -452,10 +446,18 @@ def kernels_in_source() -> set[str]:
     return {name for name in functions if not re.search(rf"\b{name}\(", source)}
 
 
+BESIDE_THE_EXPERTS: dict[str, Callable[[], None]] = {
+    "routing": call_routing,
+    "router": call_routers,
+    **{f"rotation {channels}": partial(call_rotations, channels) for channels in (82, 128, 41)},
+    **{f"norm {width}": partial(call_norms, width) for width in (412, 1024, WIDEST)},
+}
+
+
 @pytest.mark.slow
 def test_the_front_end_takes_every_kernel(noted: Recorded) -> None:
     """What one Triton takes another refuses: `make range` runs this with the oldest and the newest."""
-    for call in (call_routing, call_routers, partial(call_rotations, 82), partial(call_norms, 412)):
+    for call in BESIDE_THE_EXPERTS.values():
         call()
     for call, _ in calls(loads=["many"]):
         call()
@@ -465,44 +467,12 @@ def test_the_front_end_takes_every_kernel(noted: Recorded) -> None:
         front_end(launch, "sm_90")
 
 
-@mark.slow
-def test_routing(launches: list[Launch]) -> None:
-    call_routing()
-    assert [kernel.fn.__name__ for kernel, *_ in launches] == [
-        "_count",
-        "_scatter",
-        "_sum_listed",
-    ]
-    check(launches)
-
-
 @on_every_gpu
-@mark.parametrize("channels", [82, 128, 41])
-def test_rotation(channels: int, target: str, launches: list[Launch]) -> None:
-    call_rotations(channels)
-    check(launches, target)
-    assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_rotate_pair"] * 8
-
-
-@on_every_gpu
-def test_router(target: str, launches: list[Launch]) -> None:
-    call_routers()
-    forward, products = ["_split", "route"], ["row_gradient", "weight_gradient"]
-    backward = ["logit_gradient", *products]
-    for product in products:
-        backward += ["logit_gradient", product]
-    expected = 4 * (forward + backward) + forward
-    assert [kernel.fn.__name__ for kernel, *_ in launches] == expected
-    check(distinct(launches), target)
-
-
-@on_every_gpu
-@mark.parametrize("width", NORM_WIDTHS)
-def test_norms(width: int, target: str, launches: list[Launch]) -> None:
-    call_norms(width)
-    check(launches, target)
-    names = [kernel.fn.__name__ for kernel, *_ in launches]
-    assert names == ["_add_norm", "_add_norm_backward", "_sum_partial"] * 2
+@mark.parametrize("name", BESIDE_THE_EXPERTS)
+def test_every_kernel_beside_the_experts(name: str, target: str, launches: list[Launch]) -> None:
+    BESIDE_THE_EXPERTS[name]()
+    faults = [fault for launch in distinct(launches) for fault in faults_of(launch, target)]
+    assert not faults, "\n".join(faults)
 
 
 @on_every_gpu

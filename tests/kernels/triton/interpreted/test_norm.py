@@ -173,12 +173,6 @@ def test_rows_that_are_not_finite_stay_in_their_rows() -> None:
         assert not mine[5].isfinite().all()
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_a_gradient_of_one_output_alone(index: int) -> None:
-    only = slice(index, index + 1)
-    compare(make_inputs((5, 24)), copies=("normed", "total"), only=only)
-
-
 @pytest.mark.parametrize("affine", AFFINE)
 def test_the_uses_of_a_pass_add_up_their_gradients_at_its_end(affine: str) -> None:
     given = make_inputs((2, 3, 32), affine)
@@ -208,19 +202,3 @@ def test_what_it_refuses() -> None:
     ):
         with pytest.raises(ValueError, match="use add_norm_reference"):
             add_norm(rows, added, weight, None, 1e-5, low=FLOAT)
-
-
-def test_the_operators_are_well_behaved() -> None:
-    given = [None if value is None else value.detach() for value in make_inputs((5, 24))]
-    total, _, _, _, mean, inverse = operators._add_norm(*given, 1e-5, HALF, True, True, True)
-    checks = ("test_schema", "test_faketensor")
-    for flags in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(
-            operators._add_norm._opoverload, (*given, 1e-5, HALF, *flags), test_utils=checks
-        )
-    for added in (None, FLOAT, HALF):
-        torch.library.opcheck(
-            operators._add_norm_backward._opoverload,
-            (total, given[2], mean, inverse, total, total, None, total.half(), False, added, True),
-            test_utils=checks,
-        )

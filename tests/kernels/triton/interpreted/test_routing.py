@@ -10,7 +10,6 @@ from moebius.kernels.triton.routing import (
     experts_of,
     find_tile,
     num_tiles,
-    row_of,
     sort_routes,
     sum_rows,
 )
@@ -83,28 +82,6 @@ def test_tiles_cover_every_row_of_every_expert(counts: list[int], bins: int | No
     later = [at - tile[0] - 1 for at, tile in enumerate(tiles) if tile[1] > 0 and tile in wanted]
     assert len(set(later)) == len(later)
     assert all(0 <= number < num_rows // 32 for number in later)
-
-
-@triton.jit
-def _find_rows(out_N, order, index, num_rows, PER: tl.constexpr, BLOCK: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = rows < num_rows
-    found = row_of(order, index, rows, live, PER)
-    tl.store(out_N + rows, tl.where(live, found, 1 - found))
-
-
-@pytest.mark.parametrize("sorted_already", [True, False])
-@pytest.mark.parametrize("rule", ["index", "per row", "sorted"])
-def test_sorted_places_know_their_rows(rule: str, sorted_already: bool) -> None:
-    generator = torch.Generator().manual_seed(3)
-    order_N = None if sorted_already else torch.randperm(50, generator=generator).to(torch.int32)
-    index_N = torch.randint(40, (50,), generator=generator) if rule == "index" else None
-    out_N, per_row = torch.empty(64, dtype=torch.int64), 3 if rule == "per row" else 0
-    launch(_find_rows, 4, out_N, order_N, index_N, 50, PER=per_row, BLOCK=16)
-    order = torch.arange(50) if order_N is None else order_N.long()
-    rows = {"index": order if index_N is None else index_N[order], "per row": order // 3}
-    assert torch.equal(out_N[:50], rows.get(rule, torch.arange(50)))
-    assert (out_N[50:] == 1).all()  # not live: row 0
 
 
 @pytest.mark.parametrize("width", [1, 82, 1100])

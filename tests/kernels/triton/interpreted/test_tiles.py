@@ -84,23 +84,6 @@ def test_the_new_table_is_the_module_with_other_entries() -> None:
     assert parts["ORIGIN"] == "on a 'GPU'"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("toy_sizes")
-def test_every_entry_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter(range(1000, 0, -1))  # each candidate is faster than the one before
-    monkeypatch.setattr(tune_tiles, "_graph_ms", lambda call: float(next(times)))
-    monkeypatch.setattr(
-        tune_tiles, "candidates", lambda key: [TILES[key], replace(TILES[key], stages=9)]
-    )
-    keys = [(kernel, "fp32", "many") for kernel in tune_tiles.ORDER]
-    measured: tune_tiles.Measured = {}
-    tune_tiles.measure_all(keys, measured, float("inf"), lambda: None)
-    assert {key: TILES[key].stages for key in keys} == dict.fromkeys(keys, 9)
-    assert set(measured) == set(keys)
-    found = [ms for times in measured.values() for ms in times.values()]
-    assert all(isinstance(ms, float) for ms in found), measured
-
-
 @pytest.mark.usefixtures("toy_sizes")
 def test_an_entry_without_time_and_a_tile_with_another_answer_are_out(
     monkeypatch: pytest.MonkeyPatch,
