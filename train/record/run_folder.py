@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ...data_pipeline.data_config import MAY_CHANGE
 from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.corruption import open_fetcher
@@ -39,36 +40,6 @@ from ...plugins import distrust, is_published, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
-
-# A continued run may change where it runs, how long, and what it reports. All other keys determine
-# what it computes.
-_SECTIONS_THAT_MAY_CHANGE = {"mesh", "checkpoint", "job"}
-_KEYS_THAT_MAY_CHANGE = {
-    "kernels.backend",
-    "data.directory",
-    "data.replicas",
-    "data.override_position",
-    "optim.warmup_steps",
-    "optim.decay_steps",
-    "train.steps",
-    "train.tokens",
-    "train.epochs",
-    "train.micro_batch",
-    "train.device",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_rows",
-    "train.eval_batch",
-    "train.threads",
-    "train.start_when",
-    "train.recompute",
-    "train.cuda_graph",
-    "train.timeout_s",
-    "train.skip_spikes",
-    "train.profile",
-    "train.sinks",
-}
-
 
 # Up to here, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
 _MANY_PASSES = 4
@@ -361,10 +332,16 @@ def _differences(before: Mapping[str, Mapping[str, Any]], asked: Config) -> str:
         for key, value in values.items():
             name = f"{section}.{key}"
             is_of_data = section in ("data", "prepare") and asked.data.override_position
-            may_change = section in _SECTIONS_THAT_MAY_CHANGE or name in _KEYS_THAT_MAY_CHANGE
-            if not (may_change or is_of_data):
+            if not (_may_change(section, key) or is_of_data):
                 differences += _differing(name, value, now[section].get(key, value))
     return some_of(differences, between="; ", most=500) if differences else ""
+
+
+def _may_change(section: str, key: str) -> bool:
+    """Returns whether a key, or its whole section, is marked as one that a continued run may change."""
+    field = Config.model_fields[section]
+    own = type(field.default).model_fields.get(key)
+    return MAY_CHANGE in field.metadata or (own is not None and MAY_CHANGE in own.metadata)
 
 
 def _differing(name: str, before: Any, now: Any) -> Iterator[str]:
