@@ -22,6 +22,7 @@ from rich.text import Text
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..plugins import is_run
+from ..train.config.job_config import JobConfig
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, place_data, read_source
 from . import local
@@ -33,10 +34,9 @@ from .job import (
     JobStatus,
     State,
     read_status,
-    refuse_if_running,
     submitted_to,
 )
-from .launch import begin_run, make_launch, opened_folder, rates_of, simulated_gpus
+from .launch import begin_run, make_launch, opened_folder, refusals, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import refuse_unnamed, require_ray
 from .places.simulated import simulated_cluster
@@ -82,17 +82,26 @@ def submit(
     require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()
-    with opened_folder(config, run_dir, console, source):
+    refusals(config, run_dir, source, console=console)
+    gpus = simulated_gpus(config) if address is None else None
+    with opened_folder(config, run_dir, source):
         beside = prepares_beside(config)
         here = address is None and needs_no_cluster(config.prepare)
         if here and not beside:
             local.prepare_shown(config, run_dir, console)
-        with _connected(config, address, console):
+        with _connected(config.job, address, gpus, console):
             import ray
 
             from .supervise.actor import start_supervisor
 
-            launch = make_launch(config, run_dir, address=address, command=command)
+            launch = make_launch(
+                config,
+                run_dir,
+                address=address,
+                gpus_per_node=gpus,
+                command=command,
+                prepares_data=beside,
+            )
             if not (here or beside):
                 with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
                     local.prepare_shown(config, run_dir, console, pool)
@@ -127,10 +136,8 @@ def resume(
     """
     console, run_dir = console or Console(), run_dir.absolute()
     config = place_data(config, run_dir.parent)
-    config.check_world(config.world_size)
-    refuse_if_running(run_dir, tell=console.print)
-    rates_of(config, run_dir)
     where, source = THIS_MACHINE, read_source(run_dir)
+    refusals(config, run_dir, source, console=console)
     if (run_dir / JOURNAL).exists() or not is_run(run_dir):  # not imported
         read_status(run_dir)  # refuses a folder without a job
         where = submitted_to(run_dir)
@@ -150,20 +157,23 @@ def resume(
 
 
 @contextlib.contextmanager
-def _connected(config: Config, address: str | None, console: Console) -> Iterator[None]:
+def _connected(
+    job: JobConfig, address: str | None, gpus_per_node: int | None, console: Console
+) -> Iterator[None]:
     """Connects to a cluster, or simulates one."""
     if address is not None:
         with cluster_at(address):
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
             yield
         return
-    gpus, num_nodes = None, config.job.num_nodes
-    if per_node := simulated_gpus(config):
-        gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
+    gpus, num_nodes = None, job.num_nodes
+    if gpus_per_node:
+        first = range(0, num_nodes * gpus_per_node, gpus_per_node)
+        gpus = [range(number, number + gpus_per_node) for number in first]
     started = time.monotonic()
     # data preparation needs CPUs beyond those that the ranks reserve
     for_data = max(1, (os.cpu_count() or 1) // num_nodes)
-    cpus = config.job.ranks_per_node + for_data
+    cpus = job.ranks_per_node + for_data
     with simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus):
         seconds = time.monotonic() - started
         words = f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s"

@@ -23,6 +23,7 @@ from moebius.cluster.launch import (
     code_here,
     launch_here,
     opened_folder,
+    refusals,
 )
 from moebius.cluster.report.run_report import read_report
 from moebius.cluster.supervise.job_supervisor import supervise
@@ -63,7 +64,8 @@ def start(run_dir: Path, **changes: dict) -> str:
     config, said = changed(run_dir, **changes), io.StringIO()
     console = Console(file=said, width=400)
     try:
-        with opened_folder(config, run_dir, console):
+        refusals(config, run_dir)
+        with opened_folder(config, run_dir):
             begin_run(config, launch_here(config, run_dir), console)
     except ValueError as error:
         return f"{said.getvalue()}refused: {error}"
@@ -182,7 +184,8 @@ def test_a_branch_is_told_its_trunks_rates_beside_its_own(run_dir, tmp_path):
     branch = start_from(f"{run_dir}@2", None, ["train.steps=9", "optim.schedule=constant"])
     said = io.StringIO()
     console = Console(file=said, width=400)
-    with opened_folder(branch.config, tmp_path / "branch", console, branch.source):
+    refusals(branch.config, tmp_path / "branch", branch.source)
+    with opened_folder(branch.config, tmp_path / "branch", branch.source):
         begin_run(branch.config, launch_here(branch.config, tmp_path / "branch"), console)
     assert "0.003 at step 9; before: 0.002 at step 2\n" in said.getvalue()
 
@@ -252,10 +255,10 @@ def test_text_that_a_user_names_must_be_that_of_its_folder(run_dir, tmp_path):
 
 
 def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
-    config, console = changed(run_dir, train={"steps": 9}), Console(quiet=True)
+    config = changed(run_dir, train={"steps": 9})
     new, kept = tmp_path / "new" / "mine", set(run_dir.rglob("*"))
     for folder in (new, run_dir):
-        with contextlib.suppress(KeyboardInterrupt), opened_folder(config, folder, console):
+        with contextlib.suppress(KeyboardInterrupt), opened_folder(config, folder):
             assert (folder / "config.json").is_file()
             raise KeyboardInterrupt
     assert not new.parent.exists()

@@ -27,7 +27,15 @@ from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
 from moebius.planning.step_collectives import dispatch_launches, muon_exchanges
 from moebius.planning.step_memory import predict_memory
-from moebius.planning.workload import Bank, Member, MuonWork, Workload, _Launches, describe, with_muon
+from moebius.planning.workload import (
+    Bank,
+    Member,
+    MuonWork,
+    Workload,
+    _Launches,
+    describe,
+    with_muon,
+)
 from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 

@@ -104,12 +104,11 @@ def passes_note(config: Config) -> str:
     return words + many * (count > _MANY_PASSES)
 
 
-def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
-    """Creates the run folder with its config.json and source.json, or opens an existing one.
+def check_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
+    """Checks that a folder is new, or holds this run.
 
     A folder without any completed step, because the start failed, accepts another configuration and another
-    source; one with imported weights, another configuration of their model. One with steps keeps its own until
-    the job makes a step, so that one that ends earlier changes nothing.
+    source; one with imported weights, another configuration of their model.
 
     Args:
         config: the run's configuration.
@@ -117,33 +116,51 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
         source: what the run starts from; None: drawn weights, or an existing run's own.
 
     Raises:
-        ConfigError: the folder cannot be written, contains something else, or contains a run that
-            computes something else or started from something else.
+        ConfigError: the folder contains something else, or a run that computes something else or
+            started from something else.
     """
-    _make_writable(run_dir)
-    saved = run_dir / "config.json"
-    if saved.exists() or latest(run_dir / "checkpoints") is not None:
+    if (run_dir / "config.json").exists() or latest(run_dir / "checkpoints") is not None:
         before = stored_config(run_dir).model_dump(mode="json")
-        is_import = (run_dir / "checkpoints" / step_name(0)).exists()
-        if is_import or has_trained(run_dir):
+        if has_trained(run_dir) or _is_import(run_dir):
             _check_same_source(source, run_dir)
-        if is_import and not has_trained(run_dir):  # its weights and their folder's files are here
-            check_same_run({"model": before["model"]}, config, run_dir)
-            return config.save(saved)
-        if has_trained(run_dir):
-            return check_same_run(before, config, run_dir)
-    elif any(run_dir.iterdir()):
+            kept = before if has_trained(run_dir) else {"model": before["model"]}
+            return check_same_run(kept, config, run_dir)
+    elif run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
     config.check_mixture()
+
+
+def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
+    """Creates the run folder with its config.json and source.json, or opens this run's.
+
+    A run with steps keeps its own configuration until the job makes a step, so that one that ends earlier
+    changes nothing.
+
+    Raises:
+        ConfigError: the folder cannot be written, or `check_run` refuses it.
+    """
+    _make_writable(run_dir)
+    check_run(config, run_dir, source)
+    if has_trained(run_dir):
+        return
+    if not _is_import(run_dir):  # else its weights and their folder's files are here
+        _place_source(source, run_dir)
+    config.save(run_dir / "config.json")
+
+
+def _is_import(run_dir: Path) -> bool:
+    return (run_dir / "checkpoints" / step_name(0)).exists()
+
+
+def _place_source(source: Source | None, run_dir: Path) -> None:
     if source is None:
         (run_dir / SOURCE).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCE_FILES, ignore_errors=True)
     else:
         write_atomically(run_dir / SOURCE, source.as_text())
         keep_small_files(source, run_dir)
-    config.save(saved)
 
 
 def stored_config(run_dir: Path) -> Config:
@@ -223,7 +240,9 @@ def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "igno
 
 def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule | None]:
     """Returns the steps that a run or its trunk has made, and their schedule; None: it is new."""
-    newest, source = latest(run_dir / "checkpoints"), source or read_source(run_dir)
+    newest = latest(run_dir / "checkpoints")
+    if source is None and has_trained(run_dir):  # else the folder may be of a start that failed
+        source = read_source(run_dir)
     if newest is not None and step_of(newest.name):  # an import has weights and no steps
         before = stored_config(run_dir)
         return step_of(newest.name), before.optim.over(before.train.steps)
