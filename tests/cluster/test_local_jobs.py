@@ -81,9 +81,7 @@ ONE_RANK = (
     "mesh.dp_replicate=1",
 )
 COMMANDS = {
-    "prepare": ("prepare", "--output", "data", "--workers", "2", *PREPARED),
-    "train": ("train", "smoke", *TINY_JOB, *PREPARED, *ONE_RANK),
-    "beside": ("train", "smoke", *TINY_JOB, *PREPARED, *ONE_RANK, "train.start_when=1"),
+    "train": ("train", "smoke", *TINY_JOB, *PREPARED, *ONE_RANK, "train.start_when=1"),
     "submit": ("submit", "smoke", *TINY_JOB, *PREPARED, *ONE_RANK),
 }
 

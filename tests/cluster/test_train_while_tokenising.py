@@ -3,18 +3,16 @@
 Data, samples, losses and weights must equal those of preparing first.
 """
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from jobs import wait_for
+from jobs import metrics, wait_for
 from tiny_job import (
     MOEBIUS,
     SLOW_READING,
@@ -112,11 +110,6 @@ def awaits(run_dir: Path, program: subprocess.Popen[str], words: str) -> None:
         return (run_dir / JOURNAL).exists() and words in told(run_dir)
 
     wait_for(has_come, timeout_s=150, what=words)
-
-
-def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 def seen(run_dir: Path) -> dict[int, tuple[int, float]]:

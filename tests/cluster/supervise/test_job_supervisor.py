@@ -137,6 +137,9 @@ ENDINGS: dict[str, tuple[list[Act], dict[str, Any], State, int, str]] = {
         *({}, State.STOPPED, 1, "failed while stopping: rank 0"),
     ),
     "a stop": ([makes_steps(2, then=then_asks_to_stop(stops))], {}, State.STOPPED, 1, "step 3"),
+    "an end that nobody asked for": (
+        *([makes_steps(3, then=stops), GOES_ON], {}, State.SUCCEEDED, 2, ""),
+    ),
     "an end at once": (
         [makes_steps(2, then=then_asks_to_stop(waits, now=True))],
         *({}, State.STOPPED, 1, "at once"),
