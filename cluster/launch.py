@@ -189,7 +189,8 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
             console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():
         console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
-    begin_job(launch)
+    commit = record_code(run_dir).words()
+    begin_submission(launch, commit=commit, source=source and source.words())
     words = "has no checkpoint; starts from the beginning"
     if step is not None:
         words = f"continues from the checkpoint of step {step:,}, to step {config.train.steps:,}"
@@ -225,26 +226,6 @@ def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> lis
         if rate == 0 and now != before:
             raise JobError(f"{run_dir}: {lines[-1]}")
     return lines + shape_notes(config.optim) + rate_notes(config.optim)
-
-
-def begin_job(launch: Launch) -> None:
-    """Opens the job's journal and records the code that runs in environment.json."""
-    code = code_here()
-    record = {
-        "time": time.time(),
-        "moebius": asdict(code),
-        "python": platform.python_version(),
-        "packages": installed_packages(),
-        "host": {
-            "name": socket.gethostname(),
-            "system": platform.platform(),
-            "cpus": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
-    }
-    write_atomically(Path(launch.run_dir) / ENVIRONMENT, json.dumps(record, indent=1))
-    source = read_source(Path(launch.run_dir))
-    begin_submission(launch, commit=code.words(), source=source and source.words())
 
 
 def simulated_gpus(config: Config) -> int:
@@ -331,6 +312,25 @@ class Code:
     def words(self) -> str | None:
         """Returns the commit for `status`, with "+changes" for a modified checkout."""
         return None if self.commit is None else self.commit + ("+changes" if self.changed else "")
+
+
+def record_code(run_dir: Path) -> Code:
+    """Writes environment.json; returns the code that runs."""
+    code = code_here()
+    record = {
+        "time": time.time(),
+        "moebius": asdict(code),
+        "python": platform.python_version(),
+        "packages": installed_packages(),
+        "host": {
+            "name": socket.gethostname(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }
+    write_atomically(run_dir / ENVIRONMENT, json.dumps(record, indent=1))
+    return code
 
 
 def code_here() -> Code:

@@ -1,13 +1,16 @@
 """Submits a job to a cluster, for `moebius submit`, and continues a run, for `moebius resume`.
 
-    1. open       the run folder, new or holding this run
-    2. connect    to the cluster at an address, or to one simulated for this job
-    3. prepare    the data, as Ray tasks
-    4. start      the job's supervisor, a detached actor (supervise/actor.py)
-    5. follow     the run folder, until the job has ended
+    1. ask        whether anything refuses the run (`launch.refusals`)
+    2. open       the run folder, new or holding this run
+    3. connect    to the cluster at an address, or to one simulated for this job
+    4. prepare    the data, as Ray tasks
+    5. begin      the job in its journal, unless the data refuses the run (`launch.begin_run`)
+    6. start      the job's supervisor, a detached actor (supervise/actor.py)
+    7. follow     the run folder, until the job has ended
 
-From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
-run folder. The embedded corpus needs no cluster and is prepared before the first step.
+From step 6 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
+run folder. Two kinds of data skip step 4: the embedded corpus needs no cluster and is prepared before step 3, and
+with `train.start_when` the supervisor has data prepared beside the ranks.
 """
 
 import contextlib
@@ -112,8 +115,7 @@ def submit(
                     return read_status(run_dir)
                 ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
                 status = follow(run_dir, console=console)
-                # or the journal was damaged for a moment, and said otherwise
-                while _is_going_on(run_dir):
+                while _is_going_on(run_dir):  # a damaged journal ends `follow` early
                     status = follow(run_dir, console=console)
     show_end(status, console)
     return status

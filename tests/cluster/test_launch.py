@@ -15,14 +15,14 @@ from tiny_job import write_paragraphs
 
 from moebius import __version__
 from moebius.cluster import launch as module
-from moebius.cluster.job import JOURNAL, Launch
+from moebius.cluster.job import JOURNAL, Launch, begin_submission
 from moebius.cluster.launch import (
     Code,
-    begin_job,
     begin_run,
     code_here,
     launch_here,
     opened_folder,
+    record_code,
     refusals,
 )
 from moebius.cluster.report.run_report import read_report
@@ -267,7 +267,7 @@ def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
 
 def test_a_job_s_code_and_software_are_in_its_folder_and_its_status(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "code_here", lambda: Code("1.2", "abcdef", True))
-    begin_job(Launch(str(tmp_path)))
+    begin_submission(Launch(str(tmp_path)), commit=record_code(tmp_path).words())
     written = json.loads((tmp_path / "environment.json").read_text())
     assert written["moebius"] == {"version": "1.2", "commit": "abcdef", "changed": True}
     assert written["packages"]["torch"].startswith("2.")
