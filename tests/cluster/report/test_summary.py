@@ -115,23 +115,6 @@ def test_closing_words_say_what_the_records_lack(tmp_path):
     assert "wandb lacks 2 lines" in text
 
 
-def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
-    cause = RootCause(
-        "rank 3 on node 1 exited with code 1: ValueError: bad [x]",
-        rank=3,
-        node=1,
-        exit_code=1,
-        error="ValueError: bad [x]",
-        where="model.py:7",
-        traceback="Traceback:\n  File\nValueError: bad [x]",
-        log="logs/g001/node1/rank3.log",
-    )
-    text = words(JobStatus(tmp_path, State.FAILED, reason="gave up", root_cause=cause))
-    assert "root cause: rank 3 on node 1 exited with code 1: ValueError: bad [x]" in text
-    assert "at model.py:7" in text
-    assert f"log: {tmp_path}/logs/g001/node1/rank3.log" in text
-
-
 FOREIGN = "[/x] [/__w/pytorch/gloo.cc:542] [bold"  # what rich would take for markup
 
 
@@ -166,7 +149,8 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
     console.print(closing_words(status, picture=picture), crop=False)
     said = screen.getvalue()
     shown = ["reason", "summary"]
-    shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []
+    if state in (State.FAILED, State.LOST):
+        shown = ["reason", "root cause: summary", "at where", "traceback", f"log: {run_dir}/log"]
     assert all(f"{field} {FOREIGN}" in said for field in shown), said
     assert str(run_dir) in said
     assert str(picture) in said
