@@ -9,8 +9,7 @@
     7. follow     the run folder, until the job has ended
 
 From step 6 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
-run folder. Two kinds of data skip step 4: the embedded corpus needs no cluster and is prepared before step 3, and
-with `train.start_when` the supervisor has data prepared beside the ranks.
+run folder. With `train.start_when`, data is prepared beside the ranks instead of in step 4.
 """
 
 import contextlib
@@ -22,8 +21,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.prepare_config import PrepareConfig
-from ..data_pipeline.sources.embedded import EMBEDDED
 from ..plugins import is_run
 from ..train.config.job_config import JobConfig
 from ..train.config.run_config import Config
@@ -89,9 +86,6 @@ def submit(
     gpus = simulated_gpus(config) if address is None else None
     with opened_folder(config, run_dir, source):
         beside = prepares_beside(config)
-        here = address is None and needs_no_cluster(config.prepare)
-        if here and not beside:
-            local.prepare_shown(config, run_dir, console)
         with _connected(config.job, address, gpus, console):
             import ray
 
@@ -105,7 +99,7 @@ def submit(
                 command=command,
                 prepares_data=beside,
             )
-            if not (here or beside):
+            if not beside:
                 with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
                     local.prepare_shown(config, run_dir, console, pool)
             launch = begin_run(config, launch, console)
@@ -181,11 +175,6 @@ def _connected(
         words = f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s"
         console.print(words, highlight=False)
         yield
-
-
-def needs_no_cluster(config: PrepareConfig) -> bool:
-    """Returns whether the only input is the embedded corpus, which this process reads."""
-    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
 def _is_going_on(run_dir: Path) -> bool:

@@ -21,9 +21,8 @@ from jobs import (
 from moebius.cluster.job import JobError, Journal, State, read_status
 from moebius.cluster.launch import make_launch, simulated_gpus
 from moebius.cluster.stop import stop
-from moebius.cluster.submit import needs_no_cluster, submit
+from moebius.cluster.submit import submit
 from moebius.data_pipeline.manifest import manifest_name
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train.config.run_config import Config
 from moebius.train.config.validation import validated
 
@@ -213,16 +212,3 @@ def test_pretended_nodes_get_a_gpu_per_rank_or_none(tmp_path, monkeypatch, devic
     with pytest.raises(JobError, match="needs one GPU per rank, 4 in all, and this machine has 1"):
         submit(config, tmp_path / "run")
     assert not (tmp_path / "run").exists(), "refused before the folder is opened"
-
-
-@pytest.mark.parametrize(
-    ("prepare", "needs_none"),
-    [
-        ({}, True),
-        ({"input": ("embedded", "more.txt")}, False),
-        ({"validation_input": ("held_out.txt",)}, False),
-        ({"validation_input": ("embedded",)}, True),
-    ],
-)
-def test_only_the_embedded_corpus_is_prepared_while_a_cluster_comes_up(prepare, needs_none):
-    assert needs_no_cluster(PrepareConfig(**prepare)) == needs_none
