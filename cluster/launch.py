@@ -39,7 +39,6 @@ from ..train.record.run_folder import (
     count_epochs,
     has_trained,
     open_run,
-    passes_note,
     read_source,
     steps_before,
 )
@@ -182,8 +181,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     if not launch.command:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
-        check_data(config, run_dir, is_whole=not launch.prepares_data)
-        if note := passes_note(config):
+        if note := check_data(config, run_dir, is_whole=not launch.prepares_data):
             console.print(Text(note), soft_wrap=True)
         for at, line in enumerate(rates_of(config, run_dir, source)):
             console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)

@@ -90,10 +90,14 @@ def count_epochs(config: Config) -> Config:
 
 def passes_note(config: Config) -> str:
     """Says how often a run reads its prepared data; "" while that is not known."""
-    data, steps = config.data, config.train.steps
+    data = config.data
     if not is_prepared(data.directory):
         return ""
-    samples = OrderedSamples(data, open_fetcher(data))
+    return _passes_of(config, OrderedSamples(data, open_fetcher(data)))
+
+
+def _passes_of(config: Config, samples: OrderedSamples) -> str:
+    steps = config.train.steps
     if (passes := samples.passes(steps * config.train.global_batch)) is None:
         return ""
     count, source, tokens = passes
@@ -193,8 +197,10 @@ def _check_same_source(asked: Source | None, run_dir: Path) -> None:
         )
 
 
-def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
+def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> str:
     """Opens the data and the source as ranks will: data must have the run's tokenizer, order and length.
+
+    Returns how often the run reads the data, in words, once it is whole.
 
     Args:
         is_whole: whether the data has been prepared; else only its tokenizer may be known.
@@ -208,7 +214,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
     if source is not None and newest is None and not config.checkpoint.copy_to:
         check_source(source)
     if not is_prepared(data.directory):
-        return
+        return ""
     if source is not None and source.tokenizer is not None:
         check_meaning(data.directory, {"spec": {"tokenizer_sha256": source.tokenizer}})
     with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
@@ -218,14 +224,17 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
             position = read_meta(newest).meta.get("data")
     if position:
         check_meaning(data.directory, position)
-    if is_whole:
-        batch, micro = train.global_batch, train.micro_batch
-        order = None if data.override_position else position
-        with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
-            loader.samples.check_enough(train.steps * batch)
-        from ..evaluate import check_validation  # which imports a process's half second of torch
+    if not is_whole:
+        return ""
+    batch, micro = train.global_batch, train.micro_batch
+    order = None if data.override_position else position
+    with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
+        loader.samples.check_enough(train.steps * batch)
+        note = _passes_of(config, loader.samples)
+    from ..evaluate import check_validation  # which imports a process's half second of torch
 
-        check_validation(config)
+    check_validation(config)
+    return note
 
 
 def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "ignore"]:
