@@ -1,1 +1,1 @@
-"""Holds cli/jobs."""
+"""The commands about jobs: submit, resume, status, watch, logs, stop, scale, cluster, doctor."""

@@ -1,1 +1,1 @@
-"""Holds cluster/report."""
+"""Shows jobs by their run folders: live, as one line, as curves, as logs."""

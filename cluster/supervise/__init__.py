@@ -1,1 +1,1 @@
-"""Holds cluster/supervise."""
+"""Supervises one job: places it, runs generation after generation, finds causes, decides."""

@@ -1,1 +1,1 @@
-"""Holds cluster/watch."""
+"""Watches the ranks of a generation: heartbeats, hangs, waits for data, slow ranks."""
