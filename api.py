@@ -569,14 +569,12 @@ def export(
 def _placed(
     config: Given | Start, run_dir: str | PathLike[str]
 ) -> tuple[Config, Path, Source | None]:
-    """Returns a checked configuration whose data lie beside the run folder, that folder, and the source."""
+    """Returns a configuration whose data lie beside the run folder, that folder, and the source."""
     print_in_any_encoding()
     source = config.source if isinstance(config, Start) else None
     config = config.config if isinstance(config, Start) else _config(config)
     run_dir = Path(run_dir).absolute()
-    config = place_data(config, run_dir.parent)
-    config.check_world(config.world_size)
-    return config, run_dir, source
+    return place_data(config, run_dir.parent), run_dir, source
 
 
 def _console(show: bool) -> Console:

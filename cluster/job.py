@@ -103,9 +103,8 @@ class Launch:
     max_node_losses: int = 100
     # possible numbers of nodes, with the mesh keys that change; None: any number
     layouts: Mapping[int, Mapping[str, Any]] | None = None
-    mesh: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # mesh keys that change in this generation
+    # mesh keys that change in this generation
+    mesh: Mapping[str, Any] = field(default_factory=dict)
     supervisor_timeout_s: float = 120.0  # of silence, after which a node ends its ranks
     configuration: str = field(default="", repr=False)  # text of the run's config.json
     config_file: str = CONFIG  # that ranks read; a continued run keeps its own until a step is made

@@ -35,10 +35,10 @@ from ..train.optim import muon_rate, rate_notes
 from ..train.record.run_folder import (
     Source,
     check_data,
+    check_run,
     count_epochs,
     has_trained,
     open_run,
-    passes_note,
     read_source,
     steps_before,
 )
@@ -71,17 +71,60 @@ _NEVER = "CUDA_VISIBLE_DEVICES"  # each node assigns its own GPUs
 _OF_SINKS = {"wandb": "WANDB_", "mlflow": "MLFLOW_"}
 
 
+def refusals(
+    config: Config,
+    run_dir: Path,
+    source: Source | None = None,
+    *,
+    console: Console | None = None,
+) -> None:
+    """Asks everything that can refuse a run before its folder is opened, and raises the first refusal.
+
+    `begin_run` asks what prepared data decides, also before any rank starts.
+
+    Args:
+        config: the run's configuration.
+        run_dir: a new or empty folder, or this run's.
+        source: what a new run starts from; None: drawn weights.
+        console: where to say how long it may take to see whether a job is running in the folder.
+
+    Raises:
+        ConfigError: the configuration does not fit its ranks, or the folder holds something else.
+        PluginError: a part of the user's own cannot be imported.
+        JobError: a job is running in this folder, or the run has no step to make.
+    """
+    config.check_world(config.world_size)
+    console = console or Console(quiet=True)
+    refuse_if_running(run_dir, tell=lambda words: console.print(Text(escaped(words))))
+    config.import_parts()
+    # only what prepares data is still unknown
+    trust(config.model_dump(mode="json", exclude={"prepare"}))
+    check_run(config, run_dir, source)
+    if config.train.epochs is None:  # else `begin_run` counts its steps
+        rates_of(config, run_dir, source)
+
+
 def make_launch(
-    config: Config, run_dir: Path, *, address: str | None, command: Sequence[str] = ()
+    config: Config,
+    run_dir: Path,
+    *,
+    address: str | None,
+    gpus_per_node: int | None = None,
+    command: Sequence[str] = (),
+    prepares_data: bool = False,
 ) -> Launch:
     """Returns the launch of a job on the connected cluster.
 
     Args:
+        config: the run's configuration.
+        run_dir: its folder.
         address: the cluster's; None: it is simulated for this job.
+        gpus_per_node: None: as many as the cluster has for its ranks.
         command: of one rank, instead of the training loop.
+        prepares_data: beside the ranks.
     """
     job = config.job
-    gpus = simulated_gpus(config) if address is None else _cluster_gpus(config)
+    gpus = _cluster_gpus(config) if gpus_per_node is None else gpus_per_node
     return Launch(
         num_nodes=job.num_nodes,
         ranks_per_node=job.ranks_per_node,
@@ -92,6 +135,7 @@ def make_launch(
         min_nodes=job.min_nodes,
         wait_for_node_s=job.wait_for_node_s,
         layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
+        prepares_data=prepares_data,
         **_of_any_job(config, run_dir, environment=_forwarded(config)),
     )
 
@@ -102,27 +146,17 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
         ranks_per_node=config.world_size,
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,
+        prepares_data=prepares_beside(config),
         **_of_any_job(config, run_dir, environment={}),
     )
 
 
 @contextlib.contextmanager
-def opened_folder(
-    config: Config, run_dir: Path, console: Console, source: Source | None = None
-) -> Iterator[None]:
-    """Makes the run folder, or checks that it holds this run and no job is running there.
-
-    User-defined parts that cannot be imported are refused here, before any rank starts. A folder that
-    is new is removed at the end if no job began in it.
-    """
-    refuse_if_running(run_dir, tell=lambda words: console.print(Text(escaped(words))))
-    config.import_parts()
-    trust(config.model_dump(mode="json", exclude={"prepare"}))  # its functions may still be refused
+def opened_folder(config: Config, run_dir: Path, source: Source | None = None) -> Iterator[None]:
+    """Makes the run folder, or opens this run's; a new one is removed again if no job began in it."""
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run(config, run_dir, source)
-        if config.train.epochs is None:  # else they are counted once the data is prepared
-            rates_of(config, run_dir, source)
         yield
     finally:
         if made and {path.name for path in run_dir.glob("*")} <= {CONFIG, SOURCE, "source", "logs"}:
@@ -147,14 +181,14 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     if not launch.command:
         config = count_epochs(config)
         launch = replace(launch, configuration=_as_text(config))
-        check_data(config, run_dir, is_whole=not launch.prepares_data)
-        if note := passes_note(config):
+        if note := check_data(config, run_dir, is_whole=not launch.prepares_data):
             console.print(Text(note), soft_wrap=True)
-        for at, line in enumerate(rates_of(config, run_dir)):
+        for at, line in enumerate(rates_of(config, run_dir, source)):
             console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():
         console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
-    begin_job(launch)
+    commit = record_code(run_dir).words()
+    begin_submission(launch, commit=commit, source=source and source.words())
     words = "has no checkpoint; starts from the beginning"
     if step is not None:
         words = f"continues from the checkpoint of step {step:,}, to step {config.train.steps:,}"
@@ -190,26 +224,6 @@ def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> lis
         if rate == 0 and now != before:
             raise JobError(f"{run_dir}: {lines[-1]}")
     return lines + shape_notes(config.optim) + rate_notes(config.optim)
-
-
-def begin_job(launch: Launch) -> None:
-    """Opens the job's journal and records the code that runs in environment.json."""
-    code = code_here()
-    record = {
-        "time": time.time(),
-        "moebius": asdict(code),
-        "python": platform.python_version(),
-        "packages": installed_packages(),
-        "host": {
-            "name": socket.gethostname(),
-            "system": platform.platform(),
-            "cpus": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
-    }
-    write_atomically(Path(launch.run_dir) / ENVIRONMENT, json.dumps(record, indent=1))
-    source = read_source(Path(launch.run_dir))
-    begin_submission(launch, commit=code.words(), source=source and source.words())
 
 
 def simulated_gpus(config: Config) -> int:
@@ -260,7 +274,6 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
         "start_timeout_s": job.start_timeout_s,
         "rehearse_failure_at_step": job.rehearse_failure_at_step,
         "warm_start": job.warm_start,
-        "prepares_data": prepares_beside(config),
         "configuration": _as_text(config),
         "config_file": NEXT_CONFIG if has_trained(run_dir) else CONFIG,
         "source": read_text(run_dir / SOURCE) or "",
@@ -297,6 +310,25 @@ class Code:
     def words(self) -> str | None:
         """Returns the commit for `status`, with "+changes" for a modified checkout."""
         return None if self.commit is None else self.commit + ("+changes" if self.changed else "")
+
+
+def record_code(run_dir: Path) -> Code:
+    """Writes environment.json; returns the code that runs."""
+    code = code_here()
+    record = {
+        "time": time.time(),
+        "moebius": asdict(code),
+        "python": platform.python_version(),
+        "packages": installed_packages(),
+        "host": {
+            "name": socket.gethostname(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }
+    write_atomically(run_dir / ENVIRONMENT, json.dumps(record, indent=1))
+    return code
 
 
 def code_here() -> Code:

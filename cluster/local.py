@@ -11,7 +11,7 @@ from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, if_changed
 from .job import JobError, JobStatus, Launch, read_status
-from .launch import begin_run, launch_here, opened_folder
+from .launch import begin_run, launch_here, opened_folder, refusals
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
 from .report.live import follow, show_preparation
@@ -45,7 +45,8 @@ def train_here(
     """
     console = console or Console()
     run_dir = run_dir.absolute()
-    with opened_folder(config, run_dir, console, source):
+    refusals(config, run_dir, source, console=console)
+    with opened_folder(config, run_dir, source):
         if difference := difference_from_linux():
             console.print(Text(difference, style="yellow"))
         launch = launch_here(config, run_dir)

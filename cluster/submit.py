@@ -1,13 +1,15 @@
 """Submits a job to a cluster, for `moebius submit`, and continues a run, for `moebius resume`.
 
-    1. open       the run folder, new or holding this run
-    2. connect    to the cluster at an address, or to one simulated for this job
-    3. prepare    the data, as Ray tasks
-    4. start      the job's supervisor, a detached actor (supervise/actor.py)
-    5. follow     the run folder, until the job has ended
+    1. ask        whether anything refuses the run (`launch.refusals`)
+    2. open       the run folder, new or holding this run
+    3. connect    to the cluster at an address, or to one simulated for this job
+    4. prepare    the data, as Ray tasks
+    5. begin      the job in its journal, unless the data refuses the run (`launch.begin_run`)
+    6. start      the job's supervisor, a detached actor (supervise/actor.py)
+    7. follow     the run folder, until the job has ended
 
-From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
-run folder. The embedded corpus needs no cluster and is prepared before the first step.
+From step 6 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
+run folder. With `train.start_when`, data is prepared beside the ranks instead of in step 4.
 """
 
 import contextlib
@@ -19,9 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.prepare_config import PrepareConfig
-from ..data_pipeline.sources.embedded import EMBEDDED
 from ..plugins import is_run
+from ..train.config.job_config import JobConfig
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, place_data, read_source
 from . import local
@@ -33,10 +34,9 @@ from .job import (
     JobStatus,
     State,
     read_status,
-    refuse_if_running,
     submitted_to,
 )
-from .launch import begin_run, make_launch, opened_folder, rates_of, simulated_gpus
+from .launch import begin_run, make_launch, opened_folder, refusals, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import refuse_unnamed, require_ray
 from .places.simulated import simulated_cluster
@@ -82,18 +82,24 @@ def submit(
     require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()
-    with opened_folder(config, run_dir, console, source):
+    refusals(config, run_dir, source, console=console)
+    gpus = simulated_gpus(config) if address is None else None
+    with opened_folder(config, run_dir, source):
         beside = prepares_beside(config)
-        here = address is None and needs_no_cluster(config.prepare)
-        if here and not beside:
-            local.prepare_shown(config, run_dir, console)
-        with _connected(config, address, console):
+        with _connected(config.job, address, gpus, console):
             import ray
 
             from .supervise.actor import start_supervisor
 
-            launch = make_launch(config, run_dir, address=address, command=command)
-            if not (here or beside):
+            launch = make_launch(
+                config,
+                run_dir,
+                address=address,
+                gpus_per_node=gpus,
+                command=command,
+                prepares_data=beside,
+            )
+            if not beside:
                 with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
                     local.prepare_shown(config, run_dir, console, pool)
             launch = begin_run(config, launch, console)
@@ -103,8 +109,7 @@ def submit(
                     return read_status(run_dir)
                 ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
                 status = follow(run_dir, console=console)
-                # or the journal was damaged for a moment, and said otherwise
-                while _is_going_on(run_dir):
+                while _is_going_on(run_dir):  # a damaged journal ends `follow` early
                     status = follow(run_dir, console=console)
     show_end(status, console)
     return status
@@ -127,10 +132,8 @@ def resume(
     """
     console, run_dir = console or Console(), run_dir.absolute()
     config = place_data(config, run_dir.parent)
-    config.check_world(config.world_size)
-    refuse_if_running(run_dir, tell=console.print)
-    rates_of(config, run_dir)
     where, source = THIS_MACHINE, read_source(run_dir)
+    refusals(config, run_dir, source, console=console)
     if (run_dir / JOURNAL).exists() or not is_run(run_dir):  # not imported
         read_status(run_dir)  # refuses a folder without a job
         where = submitted_to(run_dir)
@@ -150,30 +153,28 @@ def resume(
 
 
 @contextlib.contextmanager
-def _connected(config: Config, address: str | None, console: Console) -> Iterator[None]:
+def _connected(
+    job: JobConfig, address: str | None, gpus_per_node: int | None, console: Console
+) -> Iterator[None]:
     """Connects to a cluster, or simulates one."""
     if address is not None:
         with cluster_at(address):
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
             yield
         return
-    gpus, num_nodes = None, config.job.num_nodes
-    if per_node := simulated_gpus(config):
-        gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
+    gpus, num_nodes = None, job.num_nodes
+    if gpus_per_node:
+        first = range(0, num_nodes * gpus_per_node, gpus_per_node)
+        gpus = [range(number, number + gpus_per_node) for number in first]
     started = time.monotonic()
     # data preparation needs CPUs beyond those that the ranks reserve
     for_data = max(1, (os.cpu_count() or 1) // num_nodes)
-    cpus = config.job.ranks_per_node + for_data
+    cpus = job.ranks_per_node + for_data
     with simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus):
         seconds = time.monotonic() - started
         words = f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s"
         console.print(words, highlight=False)
         yield
-
-
-def needs_no_cluster(config: PrepareConfig) -> bool:
-    """Returns whether the only input is the embedded corpus, which this process reads."""
-    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
 def _is_going_on(run_dir: Path) -> bool:

@@ -26,6 +26,10 @@ def _listed(value: Any) -> Any:
 OneOrMore = BeforeValidator(_listed)
 """Accepts a single string for a list of strings."""
 
+MAY_CHANGE = "a continued run may change it"
+"""Marks the keys and sections that decide where a run computes, how long, and what it reports; all
+others decide what it computes."""
+
 SourceName = Annotated[str, Field(pattern=SOURCE_NAME)]
 
 _OLD_KEYS = {"when_corrupt", "max_skipped_batches"}
@@ -58,7 +62,7 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    directory: str = Field(default="", examples=["shards"])
+    directory: Annotated[str, MAY_CHANGE] = Field(default="", examples=["shards"])
     """The prepared folder; empty: a folder in `runs/data`, named after the hash of `prepare`."""
 
     seq_len: int = Field(default=256, ge=1)
@@ -92,12 +96,12 @@ class DataConfig(BaseModel):
     )
     """Later weights of the mixture; `weights` apply until the first stage."""
 
-    replicas: Annotated[tuple[str, ...], OneOrMore] = Field(
+    replicas: Annotated[tuple[str, ...], OneOrMore, MAY_CHANGE] = Field(
         default=(), examples=[["copies/shards"]]
     )
     """Copies of the folder, read if a record batch stays damaged after three tries."""
 
-    override_position: bool = False
+    override_position: Annotated[bool, MAY_CHANGE] = False
     """Whether to continue although the data or its order differs from the checkpoint's."""
 
     @model_validator(mode="after")

@@ -182,7 +182,7 @@ def exchange_s(
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Describes the ranks of a collective and their placement."""
 
     size: int
@@ -190,7 +190,7 @@ class Group:
     nodes: int
 
 
-def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
+def strided_group(size: int, stride: int, ranks_per_node: int) -> RankGroup:
     """Returns a group of `size` ranks, every `stride`-th one.
 
     Among groups that start inside a node, this is the one with the fewest ranks per node.
@@ -198,7 +198,7 @@ def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
     block = size * stride
     per_node = min(size, max(1, ranks_sharing_a_node(block, ranks_per_node) // stride))
     span = ceil(block / ranks_per_node) + (block > ranks_per_node and block % ranks_per_node > 0)
-    return Group(size, per_node, min(ceil(size / per_node), span))
+    return RankGroup(size, per_node, min(ceil(size / per_node), span))
 
 
 def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
@@ -206,7 +206,7 @@ def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
     return min(size, ranks_per_node) if size % ranks_per_node == 0 else gcd(size, ranks_per_node)
 
 
-def collective_s(op: str, num_bytes: float, group: Group, hardware: Hardware) -> float:
+def collective_s(op: str, num_bytes: float, group: RankGroup, hardware: Hardware) -> float:
     """Returns the seconds of one dense collective; 0 for a single rank.
 
     Between nodes every rank uses its own adapter.

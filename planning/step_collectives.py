@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..distributed.dispatch.table import DEFAULT, entry_of
 from .communication import (
     Direction,
-    Group,
+    RankGroup,
     collective_s,
     combine_direction,
     dispatch_direction,
@@ -200,7 +200,7 @@ def muon_exchanges(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[P
 
 
 def _dense_call(
-    scenario: Scenario, name: str, op: str, calls: float, num_bytes: float, group: Group
+    scenario: Scenario, name: str, op: str, calls: float, num_bytes: float, group: RankGroup
 ) -> Iterator[PlannedCollective]:
     if group.size == 1 or num_bytes == 0:
         return

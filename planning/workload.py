@@ -106,7 +106,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Muon:
+class MuonWork:
     """Describes what Muon updates beside all experts, and the work of making it all orthogonal."""
 
     matrices: float
@@ -128,7 +128,7 @@ class Workload:
     precision: str  # of the products
     launches: float = 0.0  # operations that the host launches in a forward pass
     odd_flops: tuple[float, ...] = ()  # of the dense ones, with one or two odd widths
-    muon: Muon | None = None  # None: AdamW updates all weights
+    muon: MuonWork | None = None  # None: AdamW updates all weights
 
     @property
     def bytes_per_element(self) -> int:
@@ -200,7 +200,7 @@ def with_muon(work: Workload, config: ModelConfig, *, steps: int, routers: bool)
     """Returns the workload of a model whose matrices Muon updates, in `steps` iterations."""
     with torch.device("meta"):
         model = Transformer(config, backend="segments")
-    experts, muon = expert_names(model), Muon(0, 0.0, 0.0, 0.0)
+    experts, muon = expert_names(model), MuonWork(0, 0.0, 0.0, 0.0)
     for name, role in roles_of(model).items():
         if role.is_muons(routers=routers):
             shape = model.get_parameter(name).shape
@@ -208,7 +208,7 @@ def with_muon(work: Workload, config: ModelConfig, *, steps: int, routers: bool)
             m, n = sorted((outputs // role.maps, inputs))
             flops = 4.0 * steps * shape[:-2].numel() * role.maps * m * m * n
             more = (0, 0.0, 0.0, flops) if name in experts else (1, shape.numel(), flops, 0.0)
-            muon = Muon(*map(sum, zip(astuple(muon), more, strict=True)))
+            muon = MuonWork(*map(sum, zip(astuple(muon), more, strict=True)))
     return replace(work, muon=muon)
 
 

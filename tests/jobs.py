@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +171,20 @@ def assert_nothing_left(run_dir: Path, *, within_s: float = 30.0) -> None:
     )
 
 
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Writes JSON lines."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Returns a run's records of a kind."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
 def curve(run_dir: Path) -> dict[int, float]:
     """Returns the loss by step; the last one of a repeated step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    return {line["step"]: line["loss"] for line in metrics(run_dir, "train")}
 
 
 def undisturbed(num_ranks: int, steps: int) -> dict[int, float]:

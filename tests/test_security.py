@@ -6,7 +6,6 @@ tests/cluster/nodes/test_rendezvous.py tests strangers at a job's ports.
 import ast
 import contextlib
 import inspect
-import io
 import json
 import os
 import shutil
@@ -21,7 +20,6 @@ from bytes_run import prepare_bytes
 from jobs import run_here
 from made_folder import header_of, source_entry
 from parts import make_config
-from rich.console import Console
 from safetensors.torch import save_file
 from small_corpus import shards_of_words
 
@@ -31,7 +29,7 @@ from moebius.cli.console import console, print_message, print_plain
 from moebius.cli.main import build_parser
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, Launch, State
-from moebius.cluster.launch import launch_here, opened_folder
+from moebius.cluster.launch import launch_here, opened_folder, refusals
 from moebius.cluster.places import ray_session
 from moebius.data_pipeline.make import prepare as preparing
 from moebius.data_pipeline.make.commit import ManifestWriter
@@ -241,7 +239,8 @@ def written(folder: Path, **changes: Any) -> Path:
 def of_run(place: Path, key: str, value: Any) -> None:
     """Does what `resume` does with a run's config.json."""
     config = Config.load(written(place / "runs" / "foreign", **{key: value}))
-    with opened_folder(config, place / "runs" / "new", Console(file=io.StringIO())):
+    refusals(config, place / "runs" / "new")
+    with opened_folder(config, place / "runs" / "new"):
         preparing.prepare(config.prepare, place / "data")
 
 

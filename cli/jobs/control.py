@@ -137,7 +137,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]":
-    """Returns the configuration, checked against its world size, the run folder, and its start."""
+    """Returns the configuration, the run folder, and what the run starts from."""
     source = None
     if options.start_from is not None:
         config, source = _start(options)
@@ -150,7 +150,6 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]
     from ...train.record.run_folder import default_run_dir, place_data
 
     config = place_data(config, RUNS)
-    config.check_world(config.world_size)
     return config, (options.run_dir or default_run_dir(config, RUNS)).absolute(), source
 
 

@@ -178,7 +178,7 @@ def _threaded_group() -> Any:
             f"({error}); install a torch version from constraints.txt"
         ) from None
 
-    class Group(base):
+    class CountedGroup(base):
         entered = 0  # collectives of any rank, as a sign of life; not an exact count
         parts = threaded
 
@@ -210,17 +210,17 @@ def _threaded_group() -> Any:
         alltoall_base = all_to_all_single  # its name before torch 2.13
 
         def count(self, rows: Tensor, sent: list[int]) -> None:
-            Group.entered += 1
+            CountedGroup.entered += 1
             if (counted := getattr(_this_rank, "sent", None)) is not None:
                 counted.add(dist.get_process_group_ranks(self), sent, rows)  # pyright: ignore[reportArgumentType]
 
     def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
-        group = Group(rank, world_size)
+        group = CountedGroup(rank, world_size)
         barrier(rank, store, "", world_size, timeout)
         return group
 
     dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    return Group
+    return CountedGroup
 
 
 @contextmanager

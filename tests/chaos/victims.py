@@ -16,6 +16,7 @@ from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import StandingCluster
 from moebius.distributed.checkpoint.format import list_checkpoints
 from tests.chaos.plan import Planned
+from tests.jobs import agent_pids, rank_pids, template_pids
 
 WAIT_S = 15.0  # for a victim: the job may be between two generations
 LARGEST_FILE = 1 << 20  # bytes, where a disk is full: logs go on, checkpoints do not
@@ -53,8 +54,8 @@ class Target:
             how = signal.SIGKILL if planned.kind == "rank" else signal.SIGSTOP
             return self._signal_rank(planned, how)
         found: Callable[[], list[int]] = {
-            "agent": self._agents,
-            "template": self._templates,
+            "agent": lambda: list(agent_pids(self.run_dir)),
+            "template": lambda: template_pids(self.run_dir),
             "actor": lambda: self._called("ray::NodeAgent"),
             "supervisor": lambda: self._called("ray::Supervisor"),
             "tokeniser": lambda: self._called("ray::_call"),
@@ -66,16 +67,8 @@ class Target:
         pid = pids[planned.pick(len(pids))]
         return f"process {pid}" if processes.kill(pid) else ""
 
-    def _ranks(self) -> list[tuple[int, int]]:
-        marks = processes.find(str(self.run_dir))
-        return sorted(
-            (int(environment[processes.RANK]), pid)
-            for pid, environment in marks.items()
-            if processes.RANK in environment
-        )
-
     def _signal_rank(self, planned: Planned, how: signal.Signals) -> str:
-        ranks = self._ranks()
+        ranks = sorted(rank_pids(self.run_dir).items())
         if not ranks:
             return ""
         rank, pid = ranks[planned.pick(len(ranks))]
@@ -84,22 +77,6 @@ class Target:
         except ProcessLookupError:
             return ""
         return f"rank {rank}, process {pid}"
-
-    def _agents(self) -> list[int]:
-        marks = processes.find(str(self.run_dir))
-        return [
-            pid
-            for pid, environment in marks.items()
-            if processes.RANK not in environment and processes.MARK_GENERATION in environment
-        ]
-
-    def _templates(self) -> list[int]:
-        marks = processes.find(str(self.run_dir))
-        return [
-            pid
-            for pid, environment in marks.items()
-            if processes.MARK_GENERATION not in environment
-        ]
 
     def _called(self, words: str, *, anywhere: bool = False) -> list[int]:
         found = []
@@ -151,7 +128,7 @@ class Target:
 
     def _fill_disk(self, planned: Planned) -> str:
         """Limits a rank other than 0 to small files until the journal reports a failed checkpoint."""
-        ranks = self._ranks()[1:]
+        ranks = sorted(rank_pids(self.run_dir).items())[1:]
         if not ranks:
             return ""
         rank, pid = ranks[planned.pick(len(ranks))]

@@ -6,7 +6,7 @@ without a model.
 Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and
 the result; all ranks agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the
 run, `plain=1` leaves out torch and the other ranks, and `fail="RANK:STEP:GENERATION:how,…"` breaks
-it (how: raise, exit0, segv, hang, stuck; generation "*": every time, step "*": the first).
+it (how: raise or stuck; generation "*": every time, step "*": the first).
 `hold="STEP:GENERATION"` stops all ranks before a step until a test has done what it wants and calls
 `jobs.let_go`.
 """
@@ -14,7 +14,6 @@ it (how: raise, exit0, segv, hang, stuck; generation "*": every time, step "*": 
 import datetime
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,17 +24,13 @@ def main() -> None:
     options = dict(argument.split("=", 1) for argument in sys.argv[2:])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     generation = int(os.environ.get("MOEBIUS_GENERATION", "0"))
-    steps, every, step_s = (
-        int(options.get("steps", 20)),
-        int(options.get("every", 5)),
-        float(options.get("step_s", 0.02)),
-    )
+    steps, every = int(options.get("steps", 20)), int(options.get("every", 5))
+    step_s = float(options.get("step_s", 0.02))
     print(f"rank {rank} of {world_size}, generation {generation}", flush=True)
     add_up = plain_sum if options.get("plain") else gloo_sum()
-    checkpoint = run_dir / "checkpoint.json"
-    state = (
-        json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "loss": 100.0}
-    )
+    checkpoint, state = run_dir / "checkpoint.json", {"step": 0, "loss": 100.0}
+    if checkpoint.exists():
+        state = json.loads(checkpoint.read_text())
     first = state["step"] + 1
     metrics = open(run_dir / "metrics.jsonl", "a") if rank == 0 else None  # noqa: SIM115 - open as long as the process
     write(
@@ -96,18 +91,10 @@ def fail_if_told(order: str, rank: int, step: int, generation: int) -> None:
         return
     if how == "raise":
         raise ArithmeticError(f"bad batch at step {step}")
-    if how == "exit0":
-        os._exit(0)
-    if how == "mistake":
-        os._exit(78)
-    if how == "segv":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if how == "stuck":
-        sys.path.append(str(Path(__file__).parents[1]))
-        import stuck
+    sys.path.append(str(Path(__file__).parents[1]))
+    import stuck
 
-        stuck.hang(Path(sys.argv[1]) / "hung")
-    time.sleep(3600)
+    stuck.hang(Path(sys.argv[1]) / "hung")
 
 
 def hold(run_dir: Path) -> None:

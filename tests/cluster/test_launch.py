@@ -15,14 +15,15 @@ from tiny_job import write_paragraphs
 
 from moebius import __version__
 from moebius.cluster import launch as module
-from moebius.cluster.job import JOURNAL, Launch
+from moebius.cluster.job import JOURNAL, Launch, begin_submission
 from moebius.cluster.launch import (
     Code,
-    begin_job,
     begin_run,
     code_here,
     launch_here,
     opened_folder,
+    record_code,
+    refusals,
 )
 from moebius.cluster.report.run_report import read_report
 from moebius.cluster.supervise.job_supervisor import supervise
@@ -63,7 +64,8 @@ def start(run_dir: Path, **changes: dict) -> str:
     config, said = changed(run_dir, **changes), io.StringIO()
     console = Console(file=said, width=400)
     try:
-        with opened_folder(config, run_dir, console):
+        refusals(config, run_dir)
+        with opened_folder(config, run_dir):
             begin_run(config, launch_here(config, run_dir), console)
     except ValueError as error:
         return f"{said.getvalue()}refused: {error}"
@@ -182,7 +184,8 @@ def test_a_branch_is_told_its_trunks_rates_beside_its_own(run_dir, tmp_path):
     branch = start_from(f"{run_dir}@2", None, ["train.steps=9", "optim.schedule=constant"])
     said = io.StringIO()
     console = Console(file=said, width=400)
-    with opened_folder(branch.config, tmp_path / "branch", console, branch.source):
+    refusals(branch.config, tmp_path / "branch", branch.source)
+    with opened_folder(branch.config, tmp_path / "branch", branch.source):
         begin_run(branch.config, launch_here(branch.config, tmp_path / "branch"), console)
     assert "0.003 at step 9; before: 0.002 at step 2\n" in said.getvalue()
 
@@ -252,10 +255,10 @@ def test_text_that_a_user_names_must_be_that_of_its_folder(run_dir, tmp_path):
 
 
 def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
-    config, console = changed(run_dir, train={"steps": 9}), Console(quiet=True)
+    config = changed(run_dir, train={"steps": 9})
     new, kept = tmp_path / "new" / "mine", set(run_dir.rglob("*"))
     for folder in (new, run_dir):
-        with contextlib.suppress(KeyboardInterrupt), opened_folder(config, folder, console):
+        with contextlib.suppress(KeyboardInterrupt), opened_folder(config, folder):
             assert (folder / "config.json").is_file()
             raise KeyboardInterrupt
     assert not new.parent.exists()
@@ -264,7 +267,7 @@ def test_a_start_that_is_refused_leaves_no_new_folder(run_dir, tmp_path):
 
 def test_a_job_s_code_and_software_are_in_its_folder_and_its_status(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "code_here", lambda: Code("1.2", "abcdef", True))
-    begin_job(Launch(str(tmp_path)))
+    begin_submission(Launch(str(tmp_path)), commit=record_code(tmp_path).words())
     written = json.loads((tmp_path / "environment.json").read_text())
     assert written["moebius"] == {"version": "1.2", "commit": "abcdef", "changed": True}
     assert written["packages"]["torch"].startswith("2.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import wait_for
 
 from moebius.cluster.ray_tasks import RayPool, tasks_for
 from moebius.data_pipeline.errors import InputError
@@ -83,19 +84,12 @@ def test_a_caller_that_stops_listening_leaves_no_task_running(tmp_path):
     with RayPool() as pool:
         for item in [600, 600]:  # a minute of beats
             pool.submit(beats, item)
-        await_true(lambda: num_beats() > 0)
+        wait_for(num_beats, what="a beat")
     seen = -1
     while seen < num_beats():
         seen = num_beats()
         time.sleep(1.5)
     assert seen < 600
-
-
-def await_true(condition, timeout_s=100):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.05)
 
 
 def _texts(folder: Path) -> Path:
@@ -126,6 +120,19 @@ def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
     files = _files(tmp_path / "serial")
     assert _files(tmp_path / "ray") == files
     assert any(name.endswith(".arrow") for name in files)
+
+
+def _serial(folder: Path, *, split_bytes: int) -> tuple[PrepareConfig, dict[str, bytes]]:
+    """Returns what to prepare, and the files that one process makes of it."""
+    config = PrepareConfig(
+        input=(str(_texts(folder) / "*.txt"),),
+        vocab_size=300,
+        validation_fraction=0.3,
+        segment_tokens=1000,
+        split_bytes=split_bytes,
+    )
+    prepare(config, folder / "serial")
+    return config, _files(folder / "serial")
 
 
 # ---- F18: whatever is killed, the bytes are the same
@@ -170,16 +177,7 @@ class KillingOnce(RayPool):
 @pytest.mark.fault("F18")
 def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
     """Tasks die once; then a preparation dies with its driver, and another one continues."""
-    config = PrepareConfig(
-        input=(str(_texts(tmp_path) / "*.txt"),),
-        vocab_size=300,
-        validation_fraction=0.3,
-        segment_tokens=1000,
-        split_bytes=4000,
-    )
-    prepare(config, tmp_path / "serial")
-    files = _files(tmp_path / "serial")
-
+    config, files = _serial(tmp_path, split_bytes=4000)
     (tmp_path / "marks").mkdir()
     with KillingOnce(tmp_path / "marks") as pool:
         prepare(config, tmp_path / "tasks", pool=pool)
@@ -237,14 +235,7 @@ with simulated_cluster(2, cpus_per_node=2), KillingANode() as pool:
 @pytest.mark.fault("F18")
 def test_a_killed_node_changes_no_byte(tmp_path):
     """One of two nodes dies at its first shard; the other one takes over its work."""
-    config = PrepareConfig(
-        input=(str(_texts(tmp_path) / "*.txt"),),
-        vocab_size=300,
-        validation_fraction=0.3,
-        segment_tokens=1000,
-        split_bytes=1000,
-    )
-    prepare(config, tmp_path / "serial")
+    config, files = _serial(tmp_path, split_bytes=1000)
     arguments = [config.model_dump_json(), str(tmp_path / "nodes"), str(tmp_path / "killed")]
     found = subprocess.run(
         [sys.executable, "-c", _NODES, *arguments],
@@ -255,7 +246,7 @@ def test_a_killed_node_changes_no_byte(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "killed").exists()
-    assert _files(tmp_path / "nodes") == _files(tmp_path / "serial")
+    assert _files(tmp_path / "nodes") == files
 
 
 # ---- F19: what crashes is left out, as by local processes

@@ -3,18 +3,15 @@
 Data, samples, losses and weights must equal those of preparing first.
 """
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from jobs import wait_for
+from jobs import metrics, wait_for
 from tiny_job import (
     MOEBIUS,
     SLOW_READING,
@@ -24,7 +21,7 @@ from tiny_job import (
 )
 from world import run_ranks
 
-from moebius.cluster.job import JOURNAL, Journal, State, read_status
+from moebius.cluster.job import JOURNAL, Journal, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.train.config.resolve import resolve
@@ -114,11 +111,6 @@ def awaits(run_dir: Path, program: subprocess.Popen[str], words: str) -> None:
     wait_for(has_come, timeout_s=150, what=words)
 
 
-def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
 def seen(run_dir: Path) -> dict[int, tuple[int, float]]:
     return {line["step"]: (line["digest"], line["loss"]) for line in metrics(run_dir, "train")}
 
@@ -173,35 +165,6 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
         assert words in output
     assert read_status(run_dir).generation == 1, "the ranks noticed nothing"
     assert_same_as(run_dir, afterwards, folder / "growing")
-
-
-@pytest.mark.nightly
-def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(folder, afterwards):
-    run_dir, data = folder / "trained", folder / "mended"
-    last = folder / "texts" / "0002.jsonl"
-    whole = last.read_bytes()
-    last.write_bytes(whole.replace(b"expert", b"exp\xffrt"))
-    changes = [*overrides(folder, "mended"), "train.start_when=2000", "job.num_nodes=1"]
-    command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
-    try:
-        program = start(folder, *command, slow_s=0.01)
-        output, _ = program.communicate(timeout=200)
-    finally:
-        last.write_bytes(whole)
-    assert program.returncode == 1, output
-    status = read_status(run_dir)
-    assert status.state is State.FAILED
-    assert status.reason.startswith(f"the data ended after step {status.step}: segment ")
-    assert last.name in status.reason
-    assert "UTF-8" in status.reason
-    assert (run_dir / "checkpoints" / f"step_{status.step:08d}").exists()
-    assert status.generation == 1
-    shutil.rmtree(data)
-    program = start(folder, *command, slow_s=0.0)
-    output, _ = program.communicate(timeout=200)
-    assert program.returncode == 0, output
-    assert f"from the checkpoint of step {status.step}" in output
-    assert_same_as(run_dir, afterwards, data)
 
 
 def test_what_prepares_dies_with_the_command(folder):

@@ -37,7 +37,6 @@ SMALLER = (
     "job.start_timeout_s=600",  # on a busy machine
 )
 PATIENCE_S = 600.0
-LOSS = 0.05
 # Who listens on a machine: address, port, and whether it is a rank; of a run's processes.
 LISTENERS = """
 import json, sys, psutil
@@ -261,19 +260,14 @@ def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_pat
     assert hang.details["charged_to"] == "infrastructure"
 
 
-@pytest.mark.fault("N1")
-def test_a_network_with_50_ms_of_delay_changes_no_bit(cluster, prepared, tmp_path):
-    cluster.net.slow(0.05)
+@pytest.mark.fault("N1", "N2")
+@pytest.mark.parametrize("harm", ["50 ms of delay", "a loss of 5 percent"])
+def test_a_network_that_is_slow_or_loses_changes_no_bit(cluster, prepared, tmp_path, harm):
+    loses = "loss" in harm
+    cluster.net.lose(0.05) if loses else cluster.net.slow(0.05)
     submit(cluster, prepared, tmp_path)
-    assert_stops_right(tmp_path, prepared, after=5)
-
-
-@pytest.mark.fault("N2")
-def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_path):
-    cluster.net.lose(LOSS)
-    submit(cluster, prepared, tmp_path)
-    assert_stops_right(tmp_path, prepared, after=10)
-    assert cluster.net.wire(1, 2)["lost"] > 0
+    assert_stops_right(tmp_path, prepared, after=10 if loses else 5)
+    assert bool(cluster.net.wire(1, 2)["lost"]) == loses
 
 
 @pytest.mark.fault("N3")

@@ -27,7 +27,15 @@ from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
 from moebius.planning.step_collectives import dispatch_launches, muon_exchanges
 from moebius.planning.step_memory import predict_memory
-from moebius.planning.workload import Bank, Member, Muon, Workload, _Launches, describe, with_muon
+from moebius.planning.workload import (
+    Bank,
+    Member,
+    MuonWork,
+    Workload,
+    _Launches,
+    describe,
+    with_muon,
+)
 from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 
@@ -224,7 +232,7 @@ def test_sharded_weights(copies: int, repeats: int, gathers: int) -> None:
 
 def test_muon_has_one_moment_and_sends_updates() -> None:
     """Of 4000 dense weights, 3000 in 6 matrices. Experts that lie whole on a rank send nothing."""
-    muon = Muon(6, 3000.0, 6e12, 8e12)
+    muon = MuonWork(6, 3000.0, 6e12, 8e12)
     scenario = replace(TEN, workload=replace(TINY, muon=muon))
 
     def planned(

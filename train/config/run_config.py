@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
-from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.data_config import MAY_CHANGE, DataConfig
 from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.prepare_config import PrepareConfig
 from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
@@ -48,12 +48,12 @@ class Config(BaseModel):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     prepare: PrepareConfig = PrepareConfig()
-    mesh: MeshConfig = MeshConfig()
-    kernels: KernelConfig = KernelConfig()
+    mesh: Annotated[MeshConfig, MAY_CHANGE] = MeshConfig()
+    kernels: Annotated[KernelConfig, MAY_CHANGE] = KernelConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    job: JobConfig = JobConfig()
+    checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
+    job: Annotated[JobConfig, MAY_CHANGE] = JobConfig()
 
     @cached_property
     def names_text(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ...data_pipeline.data_config import MAY_CHANGE
 from ...plugins import PluginError, Registry
 
 Shape = Literal["sqrt", "linear", "cosine"]
@@ -68,14 +69,14 @@ class ScheduleConfig(BaseModel):
     final_fraction: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the peak at which the decay ends; by default 0 for "wsd" and "linear"."""
 
-    warmup_steps: Annotated[int | float, BeforeValidator(_length)] = Field(
+    warmup_steps: Annotated[int | float, BeforeValidator(_length), MAY_CHANGE] = Field(
         default=0, examples=[0.04]
     )
     """Linear warm-up: a number of steps, or a fraction of the run (1 is one step, 1.0 the whole run)."""
 
-    decay_steps: Annotated[int | float | Literal["auto"], BeforeValidator(_decay_length)] = Field(
-        default="auto", examples=[0.2]
-    )
+    decay_steps: Annotated[
+        int | float | Literal["auto"], BeforeValidator(_decay_length), MAY_CHANGE
+    ] = Field(default="auto", examples=[0.2])
     """Decay: a number of steps, or a fraction of the run. Of a cosine it is the half period, counted from
     the end of the warm-up. "auto": a tenth of the run for "wsd", else what the warm-up leaves."""
 

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...data_pipeline.data_config import OneOrMore
+from ...data_pipeline.data_config import MAY_CHANGE, OneOrMore
 from ...model.config.model_config import Precision
 from ...model.execution.depth_losses import DEPTH_LOSS
 from ...model.execution.recompute import Recompute
@@ -24,13 +24,15 @@ class TrainConfig(BaseModel):
 
     model_config = _SECTION
 
-    steps: PositiveInt = 1000
+    steps: Annotated[PositiveInt, MAY_CHANGE] = 1000
     """Optimizer steps of the whole run."""
 
-    tokens: PositiveInt | None = Field(default=None, examples=["2e9"])
+    tokens: Annotated[PositiveInt | None, MAY_CHANGE] = Field(default=None, examples=["2e9"])
     """Tokens of the whole run, instead of `steps`, which follow, rounded up."""
 
-    epochs: float | None = Field(default=None, gt=0, le=1_000_000, examples=[1.5])
+    epochs: Annotated[float | None, MAY_CHANGE] = Field(
+        default=None, gt=0, le=1_000_000, examples=[1.5]
+    )
     """Passes over the training split of one source, instead of `steps`, which follow, rounded down,
     once the data is prepared.
     """
@@ -38,7 +40,7 @@ class TrainConfig(BaseModel):
     global_batch: PositiveInt = 16
     """Sequences per optimizer step, over all ranks."""
 
-    micro_batch: PositiveInt = 4
+    micro_batch: Annotated[PositiveInt, MAY_CHANGE] = 4
     """Sequences per forward pass of one rank."""
 
     precision: Precision = "float32"
@@ -47,52 +49,56 @@ class TrainConfig(BaseModel):
     selection biases, temperatures and exit gates stay float32.
     """
 
-    recompute: Recompute = "none"
+    recompute: Annotated[Recompute, MAY_CHANGE] = "none"
     """Activations that the backward pass recomputes instead of keeping."""
 
     compile: bool = False
     """Compiles the dense parts of the model with torch.compile."""
 
-    cuda_graph: bool | Literal["auto"] = Field(default="auto", examples=[False])
+    cuda_graph: Annotated[bool | Literal["auto"], MAY_CHANGE] = Field(
+        default="auto", examples=[False]
+    )
     """Replays each micro-batch's forward and backward pass as one CUDA graph; "auto" does so wherever
     the pass can be captured, and true is refused where it cannot.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
 
     seed: int = 0
     """Seeds the weights and every random choice of a step."""
 
-    log_every: PositiveInt = 1
+    log_every: Annotated[PositiveInt, MAY_CHANGE] = 1
     """Steps between lines of metrics."""
 
-    eval_every: NonNegativeInt = 0
+    eval_every: Annotated[NonNegativeInt, MAY_CHANGE] = 0
     """Steps between evaluations; 0: only at the start and at the end."""
 
-    eval_rows: NonNegativeInt = 0
+    eval_rows: Annotated[NonNegativeInt, MAY_CHANGE] = 0
     """Maximum number of validation rows per evaluation; 0: all."""
 
-    eval_batch: PositiveInt | None = None
+    eval_batch: Annotated[PositiveInt | None, MAY_CHANGE] = None
     """Validation rows per forward pass of one rank; none: `micro_batch`."""
 
     balance_documents: bool = False
     """Takes balancing losses over documents instead of sequences; needs document ids."""
 
-    threads: int = Field(default=1, ge=0, le=4096)
+    threads: Annotated[int, MAY_CHANGE] = Field(default=1, ge=0, le=4096)
     """CPU threads of one rank; 0: torch's default."""
 
-    start_when: PositiveInt | None = Field(default=None, examples=[50_000_000])
+    start_when: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+        default=None, examples=[50_000_000]
+    )
     """Starts the ranks once this many training tokens are sealed, and some of every source; prepares
     the rest meanwhile. None: prepares all data first.
     """
 
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     """How long a collective may take."""
 
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], OneOrMore] = Field(
-        default=("tensorboard",), examples=[["wandb"]]
-    )
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...], OneOrMore, MAY_CHANGE
+    ] = Field(default=("tensorboard",), examples=[["wandb"]])
     """Destinations of metrics beside metrics.jsonl (docs/metrics.md); keys and server addresses
     come from the environment.
     """
@@ -102,14 +108,14 @@ class TrainConfig(BaseModel):
     )
     """Your own losses on the states of the depth steps, with their weights."""
 
-    profile: dict[NonNegativeInt, tuple[PositiveInt, ...]] = Field(
+    profile: Annotated[dict[NonNegativeInt, tuple[PositiveInt, ...]], MAY_CHANGE] = Field(
         default={}, examples=["{0 = [20, 21], 3 = [20]}"]
     )
     """Steps of which a rank's torch profiler writes traces into RUN/profile, for ui.perfetto.dev,
     by rank.
     """
 
-    skip_spikes: float | None = Field(default=None, gt=0, examples=[8.0])
+    skip_spikes: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0, examples=[8.0])
     """Skips the update of a step whose loss exceeds the median of the last 128 good steps by more
     than this many robust deviations, or whose gradient norm does by twice as many; none: off.
     """

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ...data_pipeline.data_config import MAY_CHANGE
 from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.corruption import open_fetcher
@@ -39,36 +40,6 @@ from ...plugins import distrust, is_published, run_and_step, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
-
-# A continued run may change where it runs, how long, and what it reports. All other keys determine
-# what it computes.
-_SECTIONS_THAT_MAY_CHANGE = {"mesh", "checkpoint", "job"}
-_KEYS_THAT_MAY_CHANGE = {
-    "kernels.backend",
-    "data.directory",
-    "data.replicas",
-    "data.override_position",
-    "optim.warmup_steps",
-    "optim.decay_steps",
-    "train.steps",
-    "train.tokens",
-    "train.epochs",
-    "train.micro_batch",
-    "train.device",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_rows",
-    "train.eval_batch",
-    "train.threads",
-    "train.start_when",
-    "train.recompute",
-    "train.cuda_graph",
-    "train.timeout_s",
-    "train.skip_spikes",
-    "train.profile",
-    "train.sinks",
-}
-
 
 # Up to here, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
 _MANY_PASSES = 4
@@ -119,10 +90,14 @@ def count_epochs(config: Config) -> Config:
 
 def passes_note(config: Config) -> str:
     """Says how often a run reads its prepared data; "" while that is not known."""
-    data, steps = config.data, config.train.steps
+    data = config.data
     if not is_prepared(data.directory):
         return ""
-    samples = OrderedSamples(data, open_fetcher(data))
+    return _passes_of(config, OrderedSamples(data, open_fetcher(data)))
+
+
+def _passes_of(config: Config, samples: OrderedSamples) -> str:
+    steps = config.train.steps
     if (passes := samples.passes(steps * config.train.global_batch)) is None:
         return ""
     count, source, tokens = passes
@@ -133,12 +108,11 @@ def passes_note(config: Config) -> str:
     return words + many * (count > _MANY_PASSES)
 
 
-def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
-    """Creates the run folder with its config.json and source.json, or opens an existing one.
+def check_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
+    """Checks that a folder is new, or holds this run.
 
     A folder without any completed step, because the start failed, accepts another configuration and another
-    source; one with imported weights, another configuration of their model. One with steps keeps its own until
-    the job makes a step, so that one that ends earlier changes nothing.
+    source; one with imported weights, another configuration of their model.
 
     Args:
         config: the run's configuration.
@@ -146,33 +120,51 @@ def open_run(config: Config, run_dir: Path, source: Source | None = None) -> Non
         source: what the run starts from; None: drawn weights, or an existing run's own.
 
     Raises:
-        ConfigError: the folder cannot be written, contains something else, or contains a run that
-            computes something else or started from something else.
+        ConfigError: the folder contains something else, or a run that computes something else or
+            started from something else.
     """
-    _make_writable(run_dir)
-    saved = run_dir / "config.json"
-    if saved.exists() or latest(run_dir / "checkpoints") is not None:
+    if (run_dir / "config.json").exists() or latest(run_dir / "checkpoints") is not None:
         before = stored_config(run_dir).model_dump(mode="json")
-        is_import = (run_dir / "checkpoints" / step_name(0)).exists()
-        if is_import or has_trained(run_dir):
+        if has_trained(run_dir) or _is_import(run_dir):
             _check_same_source(source, run_dir)
-        if is_import and not has_trained(run_dir):  # its weights and their folder's files are here
-            check_same_run({"model": before["model"]}, config, run_dir)
-            return config.save(saved)
-        if has_trained(run_dir):
-            return check_same_run(before, config, run_dir)
-    elif any(run_dir.iterdir()):
+            kept = before if has_trained(run_dir) else {"model": before["model"]}
+            return check_same_run(kept, config, run_dir)
+    elif run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
     config.check_mixture()
+
+
+def open_run(config: Config, run_dir: Path, source: Source | None = None) -> None:
+    """Creates the run folder with its config.json and source.json, or opens this run's.
+
+    A run with steps keeps its own configuration until the job makes a step, so that one that ends earlier
+    changes nothing.
+
+    Raises:
+        ConfigError: the folder cannot be written, or `check_run` refuses it.
+    """
+    _make_writable(run_dir)
+    check_run(config, run_dir, source)
+    if has_trained(run_dir):
+        return
+    if not _is_import(run_dir):  # else its weights and their folder's files are here
+        _place_source(source, run_dir)
+    config.save(run_dir / "config.json")
+
+
+def _is_import(run_dir: Path) -> bool:
+    return (run_dir / "checkpoints" / step_name(0)).exists()
+
+
+def _place_source(source: Source | None, run_dir: Path) -> None:
     if source is None:
         (run_dir / SOURCE).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCE_FILES, ignore_errors=True)
     else:
         write_atomically(run_dir / SOURCE, source.as_text())
         keep_small_files(source, run_dir)
-    config.save(saved)
 
 
 def stored_config(run_dir: Path) -> Config:
@@ -205,8 +197,10 @@ def _check_same_source(asked: Source | None, run_dir: Path) -> None:
         )
 
 
-def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
+def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> str:
     """Opens the data and the source as ranks will: data must have the run's tokenizer, order and length.
+
+    Returns how often the run reads the data, in words, once it is whole.
 
     Args:
         is_whole: whether the data has been prepared; else only its tokenizer may be known.
@@ -220,7 +214,7 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
     if source is not None and newest is None and not config.checkpoint.copy_to:
         check_source(source)
     if not is_prepared(data.directory):
-        return
+        return ""
     if source is not None and source.tokenizer is not None:
         check_meaning(data.directory, {"spec": {"tokenizer_sha256": source.tokenizer}})
     with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
@@ -230,14 +224,17 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> None:
             position = read_meta(newest).meta.get("data")
     if position:
         check_meaning(data.directory, position)
-    if is_whole:
-        batch, micro = train.global_batch, train.micro_batch
-        order = None if data.override_position else position
-        with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
-            loader.samples.check_enough(train.steps * batch)
-        from ..evaluate import check_validation  # which imports a process's half second of torch
+    if not is_whole:
+        return ""
+    batch, micro = train.global_batch, train.micro_batch
+    order = None if data.override_position else position
+    with Loader(data, global_batch=batch, micro_batch=micro, continues=order) as loader:
+        loader.samples.check_enough(train.steps * batch)
+        note = _passes_of(config, loader.samples)
+    from ..evaluate import check_validation  # which imports a process's half second of torch
 
-        check_validation(config)
+    check_validation(config)
+    return note
 
 
 def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "ignore"]:
@@ -252,7 +249,9 @@ def if_changed(config: Config, run_dir: Path) -> Literal["refuse", "tell", "igno
 
 def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule | None]:
     """Returns the steps that a run or its trunk has made, and their schedule; None: it is new."""
-    newest, source = latest(run_dir / "checkpoints"), source or read_source(run_dir)
+    newest = latest(run_dir / "checkpoints")
+    if source is None and has_trained(run_dir):  # else the folder may be of a start that failed
+        source = read_source(run_dir)
     if newest is not None and step_of(newest.name):  # an import has weights and no steps
         before = stored_config(run_dir)
         return step_of(newest.name), before.optim.over(before.train.steps)
@@ -361,10 +360,16 @@ def _differences(before: Mapping[str, Mapping[str, Any]], asked: Config) -> str:
         for key, value in values.items():
             name = f"{section}.{key}"
             is_of_data = section in ("data", "prepare") and asked.data.override_position
-            may_change = section in _SECTIONS_THAT_MAY_CHANGE or name in _KEYS_THAT_MAY_CHANGE
-            if not (may_change or is_of_data):
+            if not (_may_change(section, key) or is_of_data):
                 differences += _differing(name, value, now[section].get(key, value))
     return some_of(differences, between="; ", most=500) if differences else ""
+
+
+def _may_change(section: str, key: str) -> bool:
+    """Returns whether a key, or its whole section, is marked as one that a continued run may change."""
+    field = Config.model_fields[section]
+    own = type(field.default).model_fields.get(key)
+    return MAY_CHANGE in field.metadata or (own is not None and MAY_CHANGE in own.metadata)
 
 
 def _differing(name: str, before: Any, now: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ from jobs import (
 
 from moebius.cluster.job import Launch
 from moebius.cluster.nodes import processes
-from moebius.cluster.nodes.assignment import AgentReport, Assignment
+from moebius.cluster.nodes.assignment import Assignment
 from moebius.cluster.nodes.node import Node, node_environment
 
 
@@ -67,18 +67,6 @@ def test_a_job_without_gpus_sees_none(tmp_path, gpus, visible):
     assert environment["CUDA_VISIBLE_DEVICES"] == visible
 
 
-def test_node_runs_its_ranks_keeps_their_logs_and_reports(tmp_path):
-    node = Node()
-    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=3", ranks_per_node=2)))
-    report = wait_for(node.poll, what="the report")
-    assert report == AgentReport(ok=True)
-    for rank in (0, 1):
-        log = (tmp_path / "logs" / "g001" / "node0" / f"rank{rank}.log").read_text()
-        assert log == f"rank {rank} of 2, generation 1\n"
-    node.stop()
-    assert_nothing_left(tmp_path)
-
-
 def test_report_names_the_rank_its_exit_and_its_exception(tmp_path):
     node = Node()
     node.start(
@@ -88,6 +76,8 @@ def test_report_names_the_rank_its_exit_and_its_exception(tmp_path):
     )
     report = wait_for(node.poll, what="the report")
     assert not report.ok
+    log = (tmp_path / "logs" / "g001" / "node0" / "rank0.log").read_text()
+    assert log.startswith("rank 0 of 2, generation 1\n")
     [failure] = [failure for failure in report.failures if failure.exit_code == 1]
     assert failure.rank == 1
     assert failure.error == "ArithmeticError: bad batch at step 2"

@@ -17,24 +17,20 @@ import pytest
 from jobs import (
     agent_pids,
     assert_nothing_left,
-    curve,
     fake_launch,
     rank_pids,
     template_pids,
     wait_for,
 )
-from rich.console import Console
 from small_corpus import sections_of_words, shards_of_words
 from small_model import TINY
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from moebius.cluster.job import Launch, State
-from moebius.cluster.local import train_here
+from moebius.cluster.job import Launch
 from moebius.cluster.nodes import processes, ranks, template_process
 from moebius.cluster.nodes.assignment import AgentReport, Assignment
 from moebius.cluster.nodes.node import Node
 from moebius.cluster.nodes.rendezvous import Meeting, NodeRendezvous
-from moebius.cluster.nodes.template_process import OrderedAgent
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config.run_config import (
     CheckpointConfig,
@@ -92,20 +88,6 @@ def test_a_forked_agent_is_what_a_program_is(node, tmp_path):
     report = wait_for(node.poll, what="the report")
     assert "ended with exit code -9" in report.message
     wait_for(lambda: not rank_pids(tmp_path), what="the end of the ranks")
-
-
-@pytest.mark.slow  # 6 s: two templates
-def test_a_template_that_was_killed_takes_its_agents_along_and_is_started_again(node, tmp_path):
-    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
-    node.start(attempt_of(launch, node, generation=4))
-    wait_for(lambda: rank_pids(tmp_path), what="the ranks")
-    [template] = template_pids(tmp_path)
-    os.kill(template, signal.SIGKILL)
-    assert "exit code -9" in wait_for(node.poll, what="the report").message
-    wait_for(lambda: not processes.find(str(tmp_path)), what="the end of agent and ranks")
-    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=5))
-    assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
-    assert template_pids(tmp_path) not in ([], [template])
 
 
 SLOW_IMPORT = """
@@ -169,21 +151,6 @@ def test_an_agent_waits_for_one_that_is_late_as_long_as_the_supervisor_lets_it(t
     assert_nothing_left(tmp_path)
 
 
-class Program:
-    def __init__(self):
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def kill(self) -> None:
-        self.code = -9
-
-    def wait(self) -> int:
-        assert self.code is not None
-        return self.code
-
-
 @pytest.mark.slow  # 6 s
 def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
     """A library has started threads; the agent's log gives this reason."""
@@ -201,27 +168,6 @@ def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-def test_an_ordered_agent_becomes_a_program_once():
-    programs: list[Program] = []
-
-    def execute() -> Program:
-        programs.append(Program())
-        return programs[-1]
-
-    agent = OrderedAgent(lambda: None, execute)
-    agent.was_refused()
-    agent.template_has_ended(0)
-    [program] = programs
-    assert agent.poll() is None
-    agent.kill()
-    assert (agent.poll(), agent.wait(), program.code) == (-9, -9, -9)
-
-    killed = OrderedAgent(lambda: None, execute)
-    killed.kill()
-    killed.was_refused()
-    assert (killed.wait(), len(programs)) == (-9, 1)
-
-
 def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
     """For example a stopped rank; torch alone would wait half a minute."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.1)
@@ -235,25 +181,6 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
     agent._ranks = {0: rank}
     agent._shutdown()
     assert rank.wait(60) == -signal.SIGKILL
-
-
-@pytest.mark.slow  # 25 s
-def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
-    """Bit for bit, and across a kill."""
-    data = shards_of_words(tmp_path, 60)
-    curves = {}
-    for name, changes in (
-        ("programs", {"warm_start": False}),
-        ("forks", {"rehearse_failure_at_step": 6}),
-    ):
-        run_dir = tmp_path / name
-        status = train_here(run_config(data, changes), run_dir, console=Console(quiet=True))
-        assert status.state is State.SUCCEEDED
-        assert status.generation == (1 if name == "programs" else 2)
-        curves[name] = curve(run_dir)
-        assert_nothing_left(run_dir)
-    assert curves["forks"] == curves["programs"]
-    assert len(curves["forks"]) == 12
 
 
 def run_config(shards: Path, changes: dict[str, Any]) -> Config:

@@ -15,21 +15,28 @@ from jobs import agent_pids, fake_launch, rank_pids, run_here, wait_for
 
 from moebius.cluster.job import State
 from moebius.cluster.nodes import processes
-from moebius.cluster.nodes import processes as unkillable_module
 from moebius.cluster.nodes.processes import unkillable
 from moebius.cluster.stop import request_stop
 
 needs_a_hang = pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
 
 
+def started(
+    run_dir: Path, *, generation: int, node_rank: int, ranks: int, rank: int
+) -> dict[str, str]:
+    """Writes the assignment of a node with so many ranks; returns the marks of one of them."""
+    attempt = run_dir / "logs" / f"g{generation:03d}" / f"node{node_rank}" / "assignment.json"
+    attempt.parent.mkdir(parents=True)
+    plain = {"launch": {"ranks_per_node": ranks}, "node_rank": node_rank, "address": "10.0.0.7"}
+    attempt.write_text(json.dumps(plain))
+    marks = {processes.MARK_GENERATION: str(generation), processes.RANK: str(rank)}
+    return {processes.MARK: str(run_dir)} | marks
+
+
 @pytest.fixture
 def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Starts rank 3 of generation 2, on the second node of two ranks each."""
-    attempt = tmp_path / "logs" / "g002" / "node1" / "assignment.json"
-    attempt.parent.mkdir(parents=True)
-    plain = {"launch": {"ranks_per_node": 2}, "node_rank": 1, "address": "10.0.0.7"}
-    attempt.write_text(json.dumps(plain))
-    marks = {processes.MARK: str(tmp_path), "MOEBIUS_GENERATION": "2", "RANK": "3"}
+    marks = started(tmp_path, generation=2, node_rank=1, ranks=2, rank=3)
     program = f"import stuck, pathlib; stuck.hang(pathlib.Path({str(tmp_path / 'hung')!r}))"
     environment = os.environ | marks | {"PYTHONPATH": str(Path(stuck.__file__).parent)}
     with subprocess.Popen([sys.executable, "-c", program], env=environment) as rank:
@@ -46,7 +53,7 @@ def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_it_is_named_by_the_node_on_which_it_was_started(
     tmp_path: Path, hanging_rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unkillable_module, "_SLOW_TO_END_S", 0.3)
+    monkeypatch.setattr(processes, "_SLOW_TO_END_S", 0.3)
     wait_for(lambda: waits_for_the_server(hanging_rank.pid), what="the hang")
     assert unkillable(str(tmp_path), "10.0.0.8") == ""
     words = unkillable(str(tmp_path), "10.0.0.7")
@@ -62,11 +69,7 @@ def waits_for_the_server(pid: int) -> bool:
 
 
 def test_what_ends_by_a_signal_is_not_named(tmp_path: Path) -> None:
-    attempt = tmp_path / "logs" / "g001" / "node0" / "assignment.json"
-    attempt.parent.mkdir(parents=True)
-    plain = {"launch": {"ranks_per_node": 1}, "node_rank": 0, "address": "10.0.0.7"}
-    attempt.write_text(json.dumps(plain))
-    marks = {processes.MARK: str(tmp_path), "MOEBIUS_GENERATION": "1", "RANK": "0"}
+    marks = started(tmp_path, generation=1, node_rank=0, ranks=1, rank=0)
     with subprocess.Popen(["/bin/sleep", "600"], env=marks) as rank:
         wait_for(lambda: rank.pid in processes.find(str(tmp_path)), what="the process")
         assert unkillable(str(tmp_path), "10.0.0.7") == ""

@@ -14,17 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
-from jobs import curve, fake_launch, let_go, undisturbed, wait_for, wait_for_end, wait_for_step
+from jobs import wait_for
 
-from moebius.cluster.job import JobError, begin_submission
+from moebius.cluster.job import JobError
 from moebius.cluster.nodes import processes
 from moebius.cluster.places import host, standing
 from moebius.cluster.places.simulated import new_directory
 from moebius.cluster.places.standing import (
     StandingCluster,
-    cluster_at,
     cluster_if_up,
-    end_cluster,
     find_cluster,
     start_cluster,
     state_folder,
@@ -182,53 +180,6 @@ def test_a_note_never_leads_to_the_removal_of_a_folder_that_is_no_clusters(tmp_p
 def is_there(pid: int) -> bool:
     """Returns whether a process runs; a zombie has no program."""
     return Path(f"/proc/{pid}/exe").exists()
-
-
-USE = """
-import sys
-from moebius.cluster.places.standing import cluster_at
-with cluster_at("simulated") as ray:
-    print(len([node for node in ray.nodes() if node["Alive"]]))
-"""
-
-
-@pytest.mark.fault("F8")
-@pytest.mark.nightly
-def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, state, moebius):
-    """By hand, as in the documentation: up, a job, a lost node, a new one, down."""
-    pytest.importorskip("ray")
-    cluster = start_cluster(2, cpus_per_node=2)
-    everything = [cluster.host_pid, *processes.descendants(cluster.host_pid)]
-    try:
-        assert stat.S_IMODE(Path(cluster.token_file).stat().st_mode) == 0o600
-        run_dir = tmp_path / "run"
-        launch = fake_launch(
-            run_dir, "plain=1", "steps=60", "hold=11:1", num_nodes=2, place_timeout_s=60
-        )
-        with cluster_at("simulated"):
-            from moebius.cluster.supervise.actor import start_supervisor
-
-            begin_submission(launch)
-            start_supervisor(launch)
-        wait_for_step(run_dir, 10)  # by its run folder alone: nobody is connected
-        assert cluster.ask("status")["runs"] == [str(run_dir)]
-        with pytest.raises(JobError, match="jobs are running"):
-            end_cluster(cluster)
-        assert moebius("cluster", "down", "--node", "1").code == 0
-        assert "node 2" in moebius("cluster", "up", "--add-node").text
-        let_go(run_dir)
-        asked = subprocess.run(
-            [sys.executable, "-c", USE], capture_output=True, text=True, check=True, timeout=120
-        )
-        assert int(asked.stdout) in (2, 3)  # the death of a node is noticed after some seconds
-        status = wait_for_end(run_dir)
-        assert (status.state.value, status.restarts > 0) == ("SUCCEEDED", True)
-        assert curve(run_dir) == pytest.approx(undisturbed(1, 60))
-    finally:
-        end_cluster(cluster, force=True)
-    wait_for(lambda: not any(map(is_there, everything)), what="all of it to be gone")
-    assert not Path(cluster.directory).exists()
-    assert not state.exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 import json
 import os
 
+from jobs import write_lines
+
 from moebius.cluster.report import json_lines
 from moebius.cluster.report.history import read_history
 from moebius.cluster.report.json_lines import JsonLinesTail, sampled
@@ -30,7 +32,7 @@ def test_of_a_repeated_step_the_last_line_counts(tmp_path):
         {"kind": "eval", "step": 6, "loss": 2.0},
         {"kind": "something new", "step": 6},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     read = read_history(tmp_path)
     assert read.loss == {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 5: 5.0, 6: 1.0, 7: 3.0}
     assert read.validation == {6: 2.0}
@@ -49,7 +51,7 @@ def long_run(path, *, steps: int) -> int:
             lines.append({"kind": "eval", "step": step, "loss": 1.0 / step})
         if step == steps // 2:
             lines.append({"kind": "start", "generation": 2, "resumed_from_step": step})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return path.stat().st_size
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from jobs import wait_for
+from jobs import wait_for, write_lines
 from rich.console import Console
 
 from moebius.cluster.job import Journal, RootCause, State, as_details, read_status
@@ -80,7 +80,7 @@ def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
         *(train_line(step, loss=4.0) for step in range(6, 11)),
         {"kind": "eval", "time": SOON + 30.0, "step": 10, "loss": 4.5},
     ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run_dir / "metrics.jsonl", lines)
     (run_dir / "config.json").write_text('{"train": {"steps": 10}}')
     journal = Journal(run_dir)
     journal.append(State.SUBMITTED, generation=0, reason="1 node(s) × 1 rank(s)")
@@ -134,7 +134,7 @@ def test_a_continued_run_does_not_tell_its_old_story_again(tmp_path):
     write_run(tmp_path)
     metrics, journal = tmp_path / "metrics.jsonl", Journal(tmp_path)
     lines = [json.loads(line) | {"time": 5.0} for line in metrics.read_text().splitlines()]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(metrics, lines)
     journal.append(State.SUBMITTED, generation=2, reason="again")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "eval", "time": SOON, "step": 11, "loss": 3.0}) + "\n")

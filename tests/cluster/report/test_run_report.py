@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import write_lines
 
 from moebius.cluster.job import Journal, RootCause, State, as_details
 from moebius.cluster.liveness import beat
@@ -20,7 +21,7 @@ def write_journal(run_dir: Path, entries: list[tuple[float, State, int, str, dic
         {"time": at, "state": state, "generation": generation, "reason": reason, "details": details}
         for at, state, generation, reason, details in entries
     ]
-    (run_dir / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run_dir / "journal.jsonl", lines)
 
 
 def killed(rank: int) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jobs import write_lines
 from matplotlib.figure import Figure
 from pairwise import slow_but
 from rich.console import Console
@@ -37,7 +38,7 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
         {"kind": "start", "generation": 2, "resumed_from_step": steps // 2},
         {"kind": "eval", "step": steps, "loss": 4.0},
     ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run_dir / "metrics.jsonl", lines)
 
 
 @pytest.mark.parametrize("half", [0, 1, 7, 100])
@@ -108,27 +109,10 @@ def test_closing_words_say_what_the_records_lack(tmp_path):
     lines = [
         {"kind": "eval", "step": step, "loss": loss} for step, loss in ((340, 4.0), (500, 3.0))
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     text = words(JobStatus(tmp_path, State.SUCCEEDED, step=500, gaps=("wandb lacks 2 lines",)))
     assert "4.0000 (step 340) → 3.0000" in text
     assert "wandb lacks 2 lines" in text
-
-
-def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
-    cause = RootCause(
-        "rank 3 on node 1 exited with code 1: ValueError: bad [x]",
-        rank=3,
-        node=1,
-        exit_code=1,
-        error="ValueError: bad [x]",
-        where="model.py:7",
-        traceback="Traceback:\n  File\nValueError: bad [x]",
-        log="logs/g001/node1/rank3.log",
-    )
-    text = words(JobStatus(tmp_path, State.FAILED, reason="gave up", root_cause=cause))
-    assert "root cause: rank 3 on node 1 exited with code 1: ValueError: bad [x]" in text
-    assert "at model.py:7" in text
-    assert f"log: {tmp_path}/logs/g001/node1/rank3.log" in text
 
 
 FOREIGN = "[/x] [/__w/pytorch/gloo.cc:542] [bold"  # what rich would take for markup
@@ -165,7 +149,8 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
     console.print(closing_words(status, picture=picture), crop=False)
     said = screen.getvalue()
     shown = ["reason", "summary"]
-    shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []
+    if state in (State.FAILED, State.LOST):
+        shown = ["reason", "root cause: summary", "at where", "traceback", f"log: {run_dir}/log"]
     assert all(f"{field} {FOREIGN}" in said for field in shown), said
     assert str(run_dir) in said
     assert str(picture) in said
@@ -181,7 +166,7 @@ def test_the_picture_tells_a_restart_from_a_continuation_and_draws_few_points_on
             {"kind": "train", "step": step, "loss": 1 / step, "learning_rate": step / 1000}
             for step in steps
         ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     journal = Journal(tmp_path)
     for state, generation in (
         (State.SUBMITTED, 0),
@@ -247,6 +232,6 @@ def test_a_summary_counts_the_steps_of_its_own_seconds(
         {"kind": "start", "step": 20, "time": 51.0, "generation": 2, "resumed_from_step": 20},
         {"kind": "train", "step": 30, "time": 60.0, "loss": 1.0, "tokens": 300},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     status = JobStatus(tmp_path, State.SUCCEEDED, step=30, submitted_at=submitted_at, ended_at=60.0)
     assert told in words(status)

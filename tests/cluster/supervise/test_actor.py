@@ -140,26 +140,6 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
 
 @pytest.mark.fault("F10")
 @pytest.mark.slow
-def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
-    """The rest of the old generation is ended, and live nodes are kept."""
-    run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2))
-    wait_for_step(run_dir, 3)
-    actors = set(agent_pids(run_dir).values())
-    dead = actors.pop()
-    [supervisor] = processes_called(cluster, "ray::Supervisor")
-    for pid in (supervisor, dead):
-        os.kill(pid, signal.SIGKILL)
-    wait_for_generation(run_dir, 2)
-    assert actors < set(agent_pids(run_dir).values())
-    request_stop(run_dir)
-    assert end_of(run_dir).state is State.STOPPED
-    reasons = [e.reason for e in Journal(run_dir).entries() if e.state is State.RECOVERING]
-    assert len(reasons) == 1
-    assert reasons[0].endswith("a new generation takes over")
-
-
-@pytest.mark.fault("F10")
-@pytest.mark.slow
 def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
     import ray
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import wait_for
 from made_folder import MadeFolder, documents
 from rich.console import Console
 
@@ -109,14 +110,8 @@ class Job:
         )
         self._thread.start()
 
-    def await_(self, condition) -> None:
-        deadline = time.monotonic() + 100
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-
     def await_words(self, words: str) -> None:
-        self.await_(lambda: words in self.told())
+        wait_for(lambda: words in self.told(), what=words)
 
     def told(self) -> str:
         return "\n".join(
@@ -164,7 +159,7 @@ def test_a_preparation_that_dies_is_started_again_within_the_budget(tmp_path, ma
     seal(made)
     job = Job(launch_of(tmp_path, made, max_restarts=2))
     for number in range(3):
-        job.await_(lambda n=number: len(job.preparation.children) > n)
+        wait_for(lambda n=number: len(job.preparation.children) > n)
         job.preparation.children[number].code = -9
     job.await_words("data preparation died (killed by signal 9) and is being restarted; 1 res")
     job.await_words("data preparation failed: killed by signal 9. The ranks continue")
@@ -227,7 +222,7 @@ def test_a_failure_that_a_full_disk_hides_from_the_ranks_is_told_later(tmp_path,
     job.await_words("STARTING")
     job.preparation.children[0].code = -9
     job.await_words("data preparation failed: killed by signal 9. The ranks continue")
-    job.await_(lambda: given_up(made.folder) == "killed by signal 9")
+    wait_for(lambda: given_up(made.folder) == "killed by signal 9")
     assert job.end().state is State.SUCCEEDED
 
 

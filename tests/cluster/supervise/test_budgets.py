@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from moebius.cluster.job import JournalEntry, Launch, RootCause, State, as_details
 from moebius.cluster.supervise.budgets import FAILURES, INFRASTRUCTURE, RestartBudgets
 
@@ -40,12 +38,6 @@ def test_steps_that_are_made_again_are_not_new():
     counts = budgets(max_restarts=1, reset_restarts_after_steps=100)
     counts.charge(crash("A"), 150)
     assert counts.charge(crash("B"), 100).given_up
-
-
-@pytest.mark.parametrize(("cause", "is_the_end"), [(crash(), True), (LOST, False)])
-def test_the_same_three_times_is_the_end_unless_it_is_a_lost_node(cause, is_the_end):
-    counts = budgets(max_restarts=99)
-    assert [counts.charge(cause, 7).given_up for _ in range(3)] == [False, False, is_the_end]
 
 
 def test_an_earlier_supervisor_s_journal_counts():

@@ -16,7 +16,6 @@ from moebius.cluster.job import (
     State,
     SupervisorNumber,
     begin_submission,
-    read_generation,
     read_status,
 )
 from moebius.cluster.nodes.assignment import AgentReport, RankFailure
@@ -137,6 +136,9 @@ ENDINGS: dict[str, tuple[list[Act], dict[str, Any], State, int, str]] = {
         *({}, State.STOPPED, 1, "failed while stopping: rank 0"),
     ),
     "a stop": ([makes_steps(2, then=then_asks_to_stop(stops))], {}, State.STOPPED, 1, "step 3"),
+    "an end that nobody asked for": (
+        *([makes_steps(3, then=stops), GOES_ON], {}, State.SUCCEEDED, 2, ""),
+    ),
     "an end at once": (
         [makes_steps(2, then=then_asks_to_stop(waits, now=True))],
         *({}, State.STOPPED, 1, "at once"),
@@ -265,18 +267,6 @@ def test_a_folder_in_the_place_of_a_file_that_ranks_read_is_waited_for(tmp_path,
     status, _ = live(tmp_path, *script, configuration=FORMER, source=FORMER)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
     assert (tmp_path / name).read_text() == FORMER
-
-
-def test_a_generation_is_announced_before_it_starts(tmp_path):
-    announced = []
-
-    def notes(run_dir: Path) -> AgentReport:
-        announced.append(read_generation(run_dir))
-        return failed(f"error {len(announced)}")
-
-    live(tmp_path, notes, notes, GOES_ON)
-    assert announced == [1, 2]
-    assert read_generation(tmp_path) == 3
 
 
 # The journal --------------------------------------------------------------------------------------

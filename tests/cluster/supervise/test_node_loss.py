@@ -18,6 +18,7 @@ from jobs import (
     curve,
     entries_of,
     fake_launch,
+    metrics,
     rank_pids,
     standing_cluster,
     undisturbed,
@@ -243,9 +244,8 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     [words] = [e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller]
     assert words == "starting 1 rank(s) on 1 node(s) instead of 2, mesh.ep=1"
     assert_nothing_left(run_dir)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["world_size"] for line in lines if line["kind"] == "start"] == [2, 1, 2]
-    digests = {line["step"]: line["digest"] for line in lines if line["kind"] == "train"}
+    assert [line["world_size"] for line in metrics(run_dir, "start")] == [2, 1, 2]
+    digests = {line["step"]: line["digest"] for line in metrics(run_dir, "train")}
     assert list(digests) == list(range(1, len(digests) + 1))
     assert digests == dict(enumerate(undisturbed_digests(config, len(digests)), start=1))
 
@@ -256,40 +256,3 @@ def undisturbed_digests(config: Config, steps: int) -> Iterator[int]:
     with loader:
         for _ in range(steps):
             yield next(loader).digest % 2**31
-
-
-SUBMIT = """
-import sys
-from pathlib import Path
-from moebius.cluster.submit import submit
-from moebius.train.config.run_config import Config
-run_dir, *command = sys.argv[1:]
-config = Config.load(Path(run_dir).parent / "asked.json")
-submit(config, Path(run_dir), address="simulated", command=command)
-"""
-
-
-@pytest.mark.fault("F11")
-def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("a line of text\n" * 2000)
-    config = resolve("smoke", [*SETTINGS, f"prepare.input=['{text}']"], RECIPES)
-    place_data(config, tmp_path).save(tmp_path / "asked.json")
-    run_dir = tmp_path / "run"
-    command = list(plain_launch(run_dir).command)
-    watcher = subprocess.Popen(
-        [sys.executable, "-c", SUBMIT, str(run_dir), *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for((run_dir / "metrics.jsonl").exists, timeout_s=150, what="the first step")
-        wait_for_step(run_dir, 3)
-    finally:
-        watcher.kill()
-        watcher.wait()
-    step = read_status(run_dir).step
-    assert step is not None
-    wait_for_step(run_dir, step + 20)
-    assert read_status(run_dir).generation == 1
-    end_well(run_dir)

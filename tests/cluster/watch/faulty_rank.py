@@ -1,10 +1,9 @@
-"""Runs a real rank with a fault in rank 1, by default in the first generation only.
+"""Runs a real rank with a fault in rank 1 of the first generation.
 
     python faulty_rank.py RUN_DIR [FAULT:STEP]
 
 Every step takes at least 50 ms, so that a test can interfere. FAULT: hang (before the step's first
-collective, ignoring SIGTERM), raise (an error before the step, in every generation), leave (exit code 0
-before the step), data (the loader blocks for 8 s at the step's batch), slow (forward and backward passes take
+collective, ignoring SIGTERM), data (the loader blocks for 8 s at the step's batch), slow (forward and backward passes take
 0.2 s longer from then on).
 """
 
@@ -24,20 +23,14 @@ def hangs_here() -> None:
 
 def main() -> None:
     fault, _, number = (sys.argv.pop() if len(sys.argv) == 3 else "none:0").partition(":")
-    is_rank_1 = os.environ["RANK"] == "1"
-    faulty = is_rank_1 and os.environ["MOEBIUS_GENERATION"] == "1"
+    faulty = os.environ["RANK"] == "1" and os.environ["MOEBIUS_GENERATION"] == "1"
     own_step, accumulate, ready = loop.step, loop.accumulate_gradients, Loader.wait_until_ready
 
     def step(run, *arguments, **values):
         time.sleep(0.05)
-        if run.progress.step + 1 == int(number):
-            if is_rank_1 and fault == "raise":
-                raise ArithmeticError(f"bad batch at step {number}")
-            if faulty and fault == "leave":
-                os._exit(0)
-            if faulty and fault == "hang":
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                hangs_here()
+        if faulty and fault == "hang" and run.progress.step + 1 == int(number):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            hangs_here()
         return own_step(run, *arguments, **values)
 
     def slow(run, *arguments, **values):

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from jobs import wait_for
 
 from moebius.cluster.watch import heartbeats
 from moebius.cluster.watch.heartbeats import (
@@ -62,9 +63,7 @@ def test_the_state_of_the_process_is_told(watched, monkeypatch):
         beats._started_ticks = heartbeat.started_ticks(child.pid)
         beats.enter(Phase.STEP)
         os.kill(child.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 60
-        while process_state(ranks.beats()[1]) not in STOPPED and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: process_state(ranks.beats()[1]) in STOPPED, what="the stop")
         stopped = process_state(ranks.beats()[1])
         child.kill()
         child.communicate()
