@@ -199,7 +199,7 @@ def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path):
         _read(made, "plain", 0, packing="best_fit")
 
 
-_WITHOUT_PANDAS = """\
+_WITHOUT_PANDAS = """
 import sys
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Loader
