@@ -133,8 +133,8 @@ def _huge(path: Path) -> None:
     ("put", "message"),
     [
         (lambda path: None, "does not exist: this folder holds no prepared data"),
-        (_huge, "has more than 67108864 bytes, so it is no manifest"),
-        (os.mkfifo, "is damaged"),  # reading it would wait for a writer
+        (_huge, r"cannot be read \(Larger than 67,108,864 bytes\)"),
+        (os.mkfifo, "does not exist"),  # reading it would wait for a writer
         (
             lambda path: write(path.parent, header(format_version=99)),
             "has format 99, but .*format 3",
