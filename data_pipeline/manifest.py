@@ -53,7 +53,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
-    """Is the base of all parts of a manifest: frozen, without unknown keys."""
+    """Refuses changes and unknown keys; the base class of all parts of a manifest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -166,7 +166,7 @@ class QuarantinedSplit(_Entry):
 
 
 class Header(_Entry):
-    """Is the first manifest of a chain; `spec_hash` is the hash of `spec`, the configuration."""
+    """Begins a chain of manifests; `spec_hash` is the hash of `spec`, the configuration."""
 
     kind: Literal["header"] = "header"
     format_version: int = FORMAT_VERSION
@@ -179,7 +179,7 @@ class Header(_Entry):
 
 
 class Completion(_Entry):
-    """Is the last manifest of a chain: the totals of the whole input."""
+    """Ends a chain of manifests with the totals of the whole input."""
 
     kind: Literal["complete"] = "complete"
     num_documents: dict[str, dict[Split, Count]]  # source -> split -> documents

@@ -18,7 +18,21 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.documents import Document
 from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
-WORDS = ["router", "expert", "token", "gate", "naïve", "Zürich", "日本語", "😀", "depth", "step", "17", "2048", "the"]
+WORDS = [
+    "router",
+    "expert",
+    "token",
+    "gate",
+    "naïve",
+    "Zürich",
+    "日本語",
+    "😀",
+    "depth",
+    "step",
+    "17",
+    "2048",
+    "the",
+]
 
 
 def sentences(seed: int, count: int) -> list[str]:

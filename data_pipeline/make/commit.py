@@ -117,7 +117,7 @@ class Committer:
         self._has_header = False
 
     def commit(self, source: str, shards: Sequence[ShardEntry]) -> None:
-        """Commits the shards of a source's next unit, of which there may be none."""
+        """Commits the shards of a source's next unit; there may be none."""
         segment = self._open[source]
         segment.extend(shards)
         self._left[source] -= 1

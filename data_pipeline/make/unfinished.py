@@ -151,8 +151,8 @@ def _made_of_others(folder: Path, **files: Sequence[str]) -> PrepareError:
     return PrepareError(f"{folder} was made of other files ({'; '.join(words)}): {_ELSE}")
 
 
-def in_words_of(folder: Path, config: PrepareConfig) -> PrepareConfig:
-    """Returns a configuration that names input as the folder does, if both mean the same files.
+def named_as_in(folder: Path, config: PrepareConfig) -> PrepareConfig:
+    """Returns a configuration that names its input as the folder does, if both mean the same files.
 
     So `texts/*.txt`, its absolute form and the list of its files are the same input.
     """

@@ -87,7 +87,7 @@ def plan_units(
 
 
 def sample_shares(units: Sequence[Unit], sample_bytes: int) -> dict[int, int]:
-    """Returns how much text to sample of which unit for the tokenizer: index in `units` -> bytes.
+    """Returns how many bytes of each unit to sample for the tokenizer, by its index in `units`.
 
     Shares are as equal as sizes allow, over at most MAX_SAMPLED_UNITS units.
     """

@@ -425,33 +425,37 @@ def test_what_cannot_be_generated(run_dir: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # 16 s of processor time, mostly for reading all task files
-@pytest.mark.parametrize("command", ["ours", "theirs"])
-def test_from_the_command_line(
-    command: str, run_dir: Path, task_folder: Path, tmp_path: Path
-) -> None:
-    """Runs our command, and the harness's own with a task file that imports the model."""
-    code = "from moebius.cli.main import main; main()"
-    start = ["-c", code, "lm-eval"] if command == "ours" else ["-m", "lm_eval", "run"]
-    task = tmp_path / "task.yaml"
-    text = (task_folder / "arc_easy.yaml").read_text(encoding="utf-8")
-    brings = "metadata: {version: 1, model: !function moebius.evaluation.lm_eval_model.MoebiusLM}\n"
-    task.write_text(text + (brings if command == "theirs" else ""), encoding="utf-8")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        [
-            *(sys.executable, *start, "--model", "moebius", "--model_args", f"path={run_dir}"),
-            *("--tasks", str(task), "--output_path", str(tmp_path / "out")),
-            *(() if command == "ours" else ("--device", "cpu")),  # ours as it is documented
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
+def test_from_the_command_line(run_dir: Path, task_folder: Path, tmp_path: Path) -> None:
+    ended = run_python(
+        *("-c", "from moebius.cli.main import main; main()", "lm-eval", "--model", "moebius"),
+        *("--model_args", f"path={run_dir}", "--tasks", task_folder / "arc_easy.yaml"),
+        *("--output_path", tmp_path / "out"),
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "own_arc_easy" in ended.stdout
+    assert "own_arc_easy" in ended
     [file] = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())
     assert "acc,none" in found["results"]["own_arc_easy"]
     assert found["config"]["model_step"] == 2
+
+
+def test_a_task_file_of_the_harness_brings_the_model(task_folder: Path, tmp_path: Path) -> None:
+    """Without our command, nothing else imports it."""
+    brings = "metadata: {version: 1, model: !function moebius.evaluation.lm_eval_model.MoebiusLM}\n"
+    text = (task_folder / "arc_easy.yaml").read_text(encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(text + brings, encoding="utf-8")
+    program = """
+import sys
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+TaskManager(include_path=sys.argv[1], include_defaults=False).load_task_or_group("own_arc_easy")
+print(get_model("moebius").__name__)
+"""
+    assert run_python("-c", program, tmp_path).endswith("MoebiusLM\n")
+
+
+def run_python(*arguments: object) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout

@@ -81,13 +81,6 @@ def test_the_manifest_counts(prepared, corpus):
     assert 257 < manifest.header.tokenizer.vocab_size <= 400
 
 
-def test_the_second_time_nothing_is_done(prepared, config):
-    before = {path: path.stat().st_mtime_ns for path in prepared.iterdir()}
-
-    assert prepare(config, prepared, pool=NothingToRun()) == read_manifest(prepared)
-    assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
-
-
 def test_text_is_normalised_before_it_is_compared(tmp_path):
     texts = ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
