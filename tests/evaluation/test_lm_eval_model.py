@@ -221,7 +221,8 @@ def odd_records(name: str) -> list[dict[str, Any]]:
     """Records in the published form, with every odd text in every field."""
     pairs = list(zip(ODD_TEXTS, ODD_TEXTS[1:] + ODD_TEXTS[:1], strict=True))
     if name == "lambada":
-        return [{"text": f"{one} {other}"} for one, other in pairs if other.rpartition(" ")[2]]
+        # the harness mistakes a text of another task that is divided elsewhere for the same request
+        return [{"text": f"{one}, {other}"} for one, other in pairs if other.rpartition(" ")[2]]
     if name == "blimp":
         return [{"sentence_good": one, "sentence_bad": other} for one, other in pairs]
     if name == "piqa":
