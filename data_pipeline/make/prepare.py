@@ -145,9 +145,7 @@ def prepare(
                 try:
                     work.run()
                 except DataError:
-                    if not is_prepared(
-                        folder
-                    ):  # nothing is sealed: corrected input must be read again
+                    if not is_prepared(folder):  # nothing is sealed, so corrections count
                         forget_quarantined(folder)
                     raise
                 finally:

@@ -75,7 +75,8 @@ class SourceMixture:
         starts = [stage.start_row for stage in stages]
         if starts != sorted({*starts}):
             raise DataError(
-                f"the stages of a mixture start at rows {starts}: each must start later than the one before"
+                f"the stages of a mixture start at rows {starts}: each must start later than the "
+                "one before"
             )
         self.names = tuple(names)
         self._seed = seed
