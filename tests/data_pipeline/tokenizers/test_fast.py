@@ -315,6 +315,7 @@ def test_a_character_in_doubt_is_left_to_the_library():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)  # 100 s of processor time
 @pytest.mark.parametrize("steps", ["digits", fast._DEEPSEEK3], ids=["ours", "deepseek3"])
 def test_both_libraries_split_around_every_character_alike(steps):
     """Around all 1,112,064 characters, which shows the classes that both put them in."""
