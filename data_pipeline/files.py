@@ -52,7 +52,7 @@ def read_regular(path: Path | str, *, max_bytes: int = MAX_BYTES) -> bytes:
         # no more than it has: Python asks for the memory of what it may read
         data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"Larger than {max_bytes >> 20} MiB", str(path))
+        raise OSError(errno.EFBIG, f"Larger than {max_bytes:,} bytes", str(path))
     return data
 
 

@@ -15,7 +15,6 @@ Manifests record no time, host or worker count, so the same input gives the same
 
 import hashlib
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -32,6 +31,7 @@ from ..plugins import some_of
 from .atomic import atomic_write
 from .data_config import FORMAT_VERSION, SOURCE_NAME
 from .errors import ShardError
+from .files import read_regular
 
 UNFINISHED = "unfinished"
 """The subfolder of a prepared folder for unfinished work."""
@@ -53,7 +53,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
-    """Is the base of all parts of a manifest: frozen, without unknown keys."""
+    """Refuses changes and unknown keys; the base class of all parts of a manifest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -166,7 +166,7 @@ class QuarantinedSplit(_Entry):
 
 
 class Header(_Entry):
-    """Is the first manifest of a chain; `spec_hash` is the hash of `spec`, the configuration."""
+    """Begins a chain of manifests; `spec_hash` is the hash of `spec`, the configuration."""
 
     kind: Literal["header"] = "header"
     format_version: int = FORMAT_VERSION
@@ -179,7 +179,7 @@ class Header(_Entry):
 
 
 class Completion(_Entry):
-    """Is the last manifest of a chain: the totals of the whole input."""
+    """Ends a chain of manifests with the totals of the whole input."""
 
     kind: Literal["complete"] = "complete"
     num_documents: dict[str, dict[Split, Count]]  # source -> split -> documents
@@ -353,22 +353,11 @@ def _later_than(path: Path, number: int) -> Path | None:
 def _read(path: Path) -> bytes | None:
     """Returns a manifest's bytes, or None if it does not exist."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+        return read_regular(path, max_bytes=MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror}): {_ELSEWHERE}") from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ShardError(
-            f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it is no manifest: {_ELSEWHERE}"
-        )
-    return data
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe that nobody writes to is empty instead of endless waiting."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _opened(path: Path, data: bytes) -> dict[str, Any]:

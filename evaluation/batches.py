@@ -23,7 +23,7 @@ _MOST_CACHED = 2**14  # positions with keys and values, over all rows of a batch
 
 @dataclass(frozen=True)
 class Row:
-    """Holds input tokens, of which the last are scored."""
+    """Holds input tokens and how many of them, at the end, are scored."""
 
     tokens: tuple[int, ...]
     num_scored: int

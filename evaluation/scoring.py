@@ -214,11 +214,16 @@ def open_scorer(restored: Restored, process: Process | None = None, *, seed: int
         seed: of group contexts, if the model needs them.
     """
     rank, num_ranks = (process.rank, process.world_size) if process else (0, 1)
-    text = None
-    if group_context_size(restored.model):
-        data = restored.config.data
-        text = GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
+    text = text_beside(restored, seed=seed)
     return Scorer(restored.model, text=text, rank=rank, num_ranks=num_ranks)
+
+
+def text_beside(restored: Restored, *, seed: int) -> GroupContextText | None:
+    """Returns the text of group contexts for a restored model; None if it needs none."""
+    if not group_context_size(restored.model):
+        return None
+    data = restored.config.data
+    return GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
 
 
 def _repeated(layer: LayerCache, family_R: Tensor) -> LayerCache:

@@ -15,9 +15,9 @@ from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..plugins import some_of
 from .batches import Row
 from .generate import generate
-from .group_context import GroupContextText, group_context_size
+from .group_context import group_context_size
 from .restore import Restored, chat_of_run, refuse_pairs, tokenizer_of_run
-from .scoring import open_scorer
+from .scoring import open_scorer, text_beside
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,10 @@ def _plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 def draw_group_context(restored: Restored, length: int, *, seed: int) -> torch.Tensor | None:
     """Returns the group context of a generated text with that many inputs; None if none is needed."""
-    wanted, data = group_context_size(restored.model), restored.config.data
-    if wanted == 0:
+    if (text := text_beside(restored, seed=seed)) is None:
         return None
-    text = GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
-    return text.draw(wanted, max(length, 1)).to(restored.model.embedding.device)
+    context_MS = text.draw(group_context_size(restored.model), max(length, 1))
+    return context_MS.to(restored.model.embedding.device)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import io
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,24 @@ def dropped(manifest: DatasetManifest) -> dict[str, int]:
     return dict(sum(by_source, Counter()))
 
 
-def documents_by_split(*inputs: object, **options: Any) -> list[list[Document]]:
-    """Reads the only source of a `PrepareConfig`, split by split."""
+def planned(*inputs: object, **options: Any) -> list[Callable[[], list[Document]]]:
+    """Plans the only source of a `PrepareConfig`; returns a function for each split, which reads it."""
     config = PrepareConfig(input=tuple(map(str, inputs)), **options)
-    (source,) = config.all_sources
+    (source,), faults = config.all_sources, config.encoding_faults
     return [
-        list(read_documents(split, source, encoding_faults=config.encoding_faults))
+        lambda split=split: list(read_documents(split, source, encoding_faults=faults))
         for split in plan_splits(config)
     ]
+
+
+def documents_by_split(*inputs: object, **options: Any) -> list[list[Document]]:
+    """Plans and reads the only source of a `PrepareConfig`, split by split."""
+    return [read() for read in planned(*inputs, **options)]
+
+
+def read_texts(*inputs: object, **options: Any) -> list[str]:
+    """Returns the texts of all documents."""
+    return [one.text for split in documents_by_split(*inputs, **options) for one in split]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:

@@ -76,7 +76,7 @@ from .unfinished import (
     compare_files,
     finished,
     forget_quarantined,
-    in_words_of,
+    named_as_in,
     read_quarantined,
     record_files,
     temporary_files,
@@ -121,7 +121,7 @@ def prepare(
         PrepareError: the folder holds other data or cannot be written.
     """
     folder = Path(directory).absolute()
-    config = in_words_of(folder, config)
+    config = named_as_in(folder, config)
     show = on_progress or _log_news
 
     def tell(news: str) -> None:
@@ -145,7 +145,7 @@ def prepare(
                 try:
                     work.run()
                 except DataError:
-                    if not is_prepared(folder):  # what is corrected now must count
+                    if not is_prepared(folder):  # nothing is sealed, so corrections count
                         forget_quarantined(folder)
                     raise
                 finally:
@@ -187,7 +187,7 @@ def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest 
         PrepareError: the folder holds other data.
     """
     folder = Path(directory).absolute()
-    manifest = finished(in_words_of(folder, config), folder)
+    manifest = finished(named_as_in(folder, config), folder)
     if manifest is None:
         plan_units(config)
     return manifest
@@ -260,7 +260,7 @@ class _Preparation:
 
     def _recall(self) -> None:
         """Finds what an earlier run has done, and what to do first."""
-        if not is_prepared(self._folder):  # nothing is sealed without them: repairs count
+        if not is_prepared(self._folder):  # nothing is sealed, so repaired units are read again
             forget_quarantined(self._folder)
         for index, unit in enumerate(self._units):
             if (entry := read_quarantined(self._folder, unit)) is not None:

@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -162,22 +161,19 @@ def _spilled(task: UnitTask, unit: Unit, place: int) -> Iterator[TokenDocument]:
 
 
 def _documents_of(batch: pa.RecordBatch) -> Iterator[TokenDocument]:
-    columns: dict[str, Any] = {
-        name: batch.column(name) for name in batch.schema.names if name != "tokens"
-    }
     tokens = batch.column("tokens")
-    values, offsets = np.from_dlpack(tokens.values), np.from_dlpack(tokens.offsets)
-    masks = columns.get("loss_mask")
-    learned = None if masks is None else bools_of(masks.values)
-    for row in range(batch.num_rows):
-        part = slice(int(offsets[row]), int(offsets[row + 1]))
-        prompt = 0 if learned is None else int(np.count_nonzero(~learned[part]))
+    values, offsets = np.from_dlpack(tokens.values), np.from_dlpack(tokens.offsets).tolist()
+    has_mask = "loss_mask" in batch.schema.names
+    learned = bools_of(batch.column("loss_mask").values) if has_mask else None
+    others = [name for name in batch.schema.names if name not in ("tokens", "loss_mask")]
+    for place, row in enumerate(batch.select(others).to_pylist()):
+        part = slice(*offsets[place : place + 2])
         yield TokenDocument(
             tokens=values[part],
-            doc_id=columns["doc_id"][row].as_py(),
-            num_text_bytes=columns["n_bytes"][row].as_py(),
-            source=columns["source"][row].as_py(),
-            source_row=columns["source_row"][row].as_py(),
-            num_prompt_tokens=prompt,
-            record_id=columns["record_id"][row].as_py() if "record_id" in columns else "",
+            doc_id=row["doc_id"],
+            num_text_bytes=row["n_bytes"],
+            source=row["source"],
+            source_row=row["source_row"],
+            num_prompt_tokens=0 if learned is None else int(np.count_nonzero(~learned[part])),
+            record_id=row.get("record_id", ""),
         )

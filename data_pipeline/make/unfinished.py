@@ -38,6 +38,7 @@ QuarantineStage = Literal["scan", "tokenise"]
 
 LOCK = "lock"
 
+_MADE = ("*.arrow", "tokenizer*", TEMPLATE_FILE)  # in a folder without manifests
 _PLAN = "plan.json"
 _FILES = "files.json"
 _ELSE = (
@@ -150,8 +151,8 @@ def _made_of_others(folder: Path, **files: Sequence[str]) -> PrepareError:
     return PrepareError(f"{folder} was made of other files ({'; '.join(words)}): {_ELSE}")
 
 
-def in_words_of(folder: Path, config: PrepareConfig) -> PrepareConfig:
-    """Returns a configuration that names input as the folder does, if both mean the same files.
+def named_as_in(folder: Path, config: PrepareConfig) -> PrepareConfig:
+    """Returns a configuration that names its input as the folder does, if both mean the same files.
 
     So `texts/*.txt`, its absolute form and the list of its files are the same input.
     """
@@ -277,8 +278,7 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> str:
     path = folder / UNFINISHED / _PLAN
     with explained_write_errors(folder):
         go_on(folder)
-        for debris in [*temporary_files(folder), *path.parent.glob(f"*{TEMPORARY}*")]:
-            debris.unlink(missing_ok=True)
+        _remove(*temporary_files(folder), *path.parent.glob(f"*{TEMPORARY}*"))
     found = read_record(path) if path.exists() else plan
     if problem := _other_plan(found, plan):
         if is_prepared(folder):
@@ -316,16 +316,17 @@ def _other_plan(found: dict[str, Any] | None, plan: dict[str, Any]) -> str:
 
 def _start_over(folder: Path) -> None:
     """Removes the work of a preparation that has sealed nothing, except its lock."""
-    shutil.rmtree(folder / QUARANTINED, ignore_errors=True)
-    made = (
-        one for pattern in ("*.arrow", "tokenizer*", TEMPLATE_FILE) for one in folder.glob(pattern)
-    )
+    made = [one for pattern in _MADE for one in folder.glob(pattern)]
     work = (one for one in (folder / UNFINISHED).iterdir() if one.name != LOCK)
-    for path in [*made, *work]:
+    _remove(folder / QUARANTINED, *made, *work)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -374,7 +375,7 @@ def forget_quarantined(folder: Path, source: str = "*") -> None:
 
 def temporary_files(folder: Path) -> Iterator[Path]:
     """Yields the temporary files that killed preparations left outside `unfinished/`."""
-    for pattern in ("*.arrow", "manifest-*.json", "tokenizer*", TEMPLATE_FILE):
+    for pattern in (*_MADE, "manifest-*.json"):
         yield from folder.glob(f"{pattern}{TEMPORARY}*")
 
 
@@ -383,14 +384,8 @@ def clear(folder: Path) -> None:
 
     The lock file goes last, because another process may then begin.
     """
-    for path in temporary_files(folder):
-        path.unlink(missing_ok=True)
     work = folder / UNFINISHED
-    for one in sorted(work.glob("*"), key=lambda one: one.name == LOCK):
-        if one.is_dir():
-            shutil.rmtree(one, ignore_errors=True)
-        else:
-            one.unlink(missing_ok=True)
+    _remove(*temporary_files(folder), *sorted(work.glob("*"), key=lambda one: one.name == LOCK))
     with suppress(OSError):  # another process has begun
         work.rmdir()
 

@@ -36,18 +36,6 @@ class TokenRows:
         return None if self.learned is None else self.learned[:, 1:]
 
 
-def padding_rows(
-    count: int, seq_len: int, end_id: int, *, loss_mask: bool, document_ids: bool
-) -> TokenRows:
-    """Returns rows of padding, to be filled by `LoadedChunk.copy_row`."""
-    shape = (count, seq_len + 1)
-    return TokenRows(
-        np.full(shape, end_id, dtype=np.int64),
-        np.zeros(shape, dtype=bool) if loss_mask else None,
-        np.full(shape, PADDING, dtype=np.int32) if document_ids else None,
-    )
-
-
 @dataclass(frozen=True)
 class LoadedChunk:
     """Holds the T tokens of a chunk, and the pieces of them that form its rows."""
@@ -59,7 +47,7 @@ class LoadedChunk:
     documents: np.ndarray | None  # int32 [T]: the document's number; None: each piece is one
 
     def copy_row(self, row: int, rows: TokenRows, place: int) -> None:
-        """Copies a row's pieces, one behind the other, to a row of padding."""
+        """Copies a row's pieces, one after the other, into a row of padding."""
         filled = 0
         for number, (start, length) in enumerate(self.pieces.of_row(row)):
             here, there = slice(filled, filled + length), slice(start, start + length)
@@ -75,32 +63,16 @@ class LoadedChunk:
             filled += length
 
 
+@dataclass(frozen=True)
 class ChunkReader:
-    """Decodes the chunks of a segment, following its plan.
+    """Decodes the chunks of a segment, following its plan."""
 
-    Args:
-        store: the segment.
-        fetch: reads its record batches.
-        plan: the chunks and their rows.
-        seq_len: S.
-        is_fitted: whether rows hold whole documents ("best_fit") or are cut from the stream.
-        document_ids: whether rows have document ids.
-    """
-
-    def __init__(
-        self,
-        store: TokenStore,
-        fetch: BatchFetcher,
-        plan: SegmentPlan,
-        *,
-        seq_len: int,
-        is_fitted: bool,
-        document_ids: bool,
-    ):
-        self.plan = plan
-        self._store, self._fetch = store, fetch
-        self._seq_len, self._is_fitted = seq_len, is_fitted
-        self._document_ids = document_ids
+    store: TokenStore
+    fetch: BatchFetcher  # reads the record batches
+    plan: SegmentPlan
+    seq_len: int  # S
+    is_fitted: bool  # whether rows hold whole documents ("best_fit") or are cut from the stream
+    document_ids: bool  # whether rows have them
 
     def read(self, chunk: int) -> LoadedChunk:
         """Returns the rows of a chunk.
@@ -110,25 +82,25 @@ class ChunkReader:
         """
         first, end = self.plan.chunk_batches[chunk : chunk + 2].tolist()
         first_row, end_row = self.plan.chunks.row_starts[chunk : chunk + 2].tolist()
-        starts = self._store.batch_starts
-        if not self._is_fitted:
-            end = max(end, int(np.searchsorted(starts, end_row * self._seq_len + 1)))
-        batches = [self._fetch(self._store, batch) for batch in range(first, end)]
+        starts = self.store.batch_starts
+        if not self.is_fitted:
+            end = max(end, int(np.searchsorted(starts, end_row * self.seq_len + 1)))
+        batches = [self.fetch(self.store, batch) for batch in range(first, end)]
         tokens = np.concatenate([one.tokens for one in batches])
         masks = [one.loss_mask for one in batches if one.loss_mask is not None]
         learned = np.concatenate(masks) if masks else None
         lengths = np.concatenate([np.diff(one.document_ends, prepend=0) for one in batches])
-        if self._is_fitted:
-            pieces = fit_chunk(np.cumsum(lengths), self._seq_len)
+        if self.is_fitted:
+            pieces = fit_chunk(np.cumsum(lengths), self.seq_len)
             if pieces.num_rows != end_row - first_row:
-                place = f"segment {self._store.segment} of source {self._store.source.name!r}"
+                place = f"segment {self.store.segment} of source {self.store.source.name!r}"
                 raise ShardError(f"the plan of rows of {place} does not fit it: {AGAIN}")
-            return LoadedChunk(pieces, _repeated(pieces, self._seq_len), tokens, learned, None)
-        begin, count = first_row * self._seq_len - int(starts[first]), end_row - first_row
-        row_begins = begin + np.arange(count) * self._seq_len
-        pieces = ChunkPieces(row_begins, np.full(count, self._seq_len + 1), np.arange(count + 1))
+            return LoadedChunk(pieces, _repeated(pieces, self.seq_len), tokens, learned, None)
+        begin, count = first_row * self.seq_len - int(starts[first]), end_row - first_row
+        row_begins = begin + np.arange(count) * self.seq_len
+        pieces = ChunkPieces(row_begins, np.full(count, self.seq_len + 1), np.arange(count + 1))
         documents = None
-        if self._document_ids:
+        if self.document_ids:
             documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         return LoadedChunk(pieces, set(), tokens, learned, documents)
 

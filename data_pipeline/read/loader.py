@@ -27,7 +27,7 @@ from ..data_config import DataConfig
 from ..errors import DataError
 from .corruption import BatchFetcher, open_fetcher
 from .order import RowRefs
-from .rows import SplitReader
+from .rows import SplitReader, too_short
 from .samples import OrderedSamples
 
 logger = logging.getLogger(__name__)
@@ -295,20 +295,17 @@ def validation_batches(
     """
     assert batch_size % sequences_per_group == 0, "a group would be split between batches"
     reader = SplitReader(directory, split, seq_len=seq_len, document_ids=document_ids, fetch=fetch)
-    reader.require_rows()
+    if not reader.num_rows:
+        raise too_short(f"split {split!r} of {directory}", reader.num_tokens, seq_len)
     count = min(max_rows or reader.num_rows, reader.num_rows)
-    slots = _group_slots(count, sequences_per_group)
+    num_groups = -(-count // sequences_per_group)
+    # by group, its members num_groups apart; those from `count` on fill up
+    slots = np.arange(num_groups * sequences_per_group, dtype=np.int64)
+    slots = slots.reshape(sequences_per_group, num_groups).T.reshape(-1)
     rows = (slots % count) * reader.num_rows // count
     return _padded_batches(
         reader, rows, slots < count, batch_size=batch_size, rank=rank, num_ranks=num_ranks
     )
-
-
-def _group_slots(count: int, sequences_per_group: int) -> np.ndarray:
-    """Returns indices 0 … count − 1 in the order of the groups' members; larger ones fill up."""
-    num_groups = -(-count // sequences_per_group)
-    slots = np.arange(num_groups * sequences_per_group, dtype=np.int64)
-    return slots.reshape(sequences_per_group, num_groups).T.reshape(-1)
 
 
 def _padded_batches(

@@ -19,7 +19,6 @@ A later stage with other weights starts at the end of a block of the previous st
 
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +72,12 @@ class SourceMixture:
     """
 
     def __init__(self, names: Sequence[str], stages: Sequence[WeightStage], *, seed: int):
-        _check_stages(stages)
+        starts = [stage.start_row for stage in stages]
+        if starts != sorted({*starts}):
+            raise DataError(
+                f"the stages of a mixture start at rows {starts}: each must start later than the "
+                "one before"
+            )
         self.names = tuple(names)
         self._seed = seed
         self._stages: list[_DealtStage] = []
@@ -168,15 +172,6 @@ def _numbered(sources_nL: np.ndarray, first_nk: np.ndarray, counts_nk: np.ndarra
     indices_nL = np.empty_like(places_nL)
     np.put_along_axis(indices_nL, by_source_nL, places_nL, axis=1)
     return indices_nL
-
-
-def _check_stages(stages: Sequence[WeightStage]) -> None:
-    starts = [stage.start_row for stage in stages]
-    if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
-        raise DataError(
-            f"the stages of a mixture start at rows {starts}: the first must start at 0, and each "
-            "later than the one before"
-        )
 
 
 def _integer_counts(weights: Sequence[Fraction]) -> list[int]:

@@ -23,7 +23,7 @@ from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, NothingToReadError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
-from .chunks import ChunkReader, LoadedChunk, TokenRows, padding_rows
+from .chunks import PADDING, ChunkReader, LoadedChunk, TokenRows
 from .corruption import BatchFetcher
 from .order import ChunkTable, group_pairs, num_rows
 from .packing import CHUNK_BATCHES, PlanKey, SegmentPlan, concat_plan, open_plan
@@ -98,34 +98,27 @@ class Prepared:
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
     def empty_rows(self, count: int) -> TokenRows:
-        """Returns rows of padding, to be filled."""
-        return padding_rows(
-            count,
-            self.seq_len,
-            self.manifest.header.tokenizer.end_of_document_id,
-            loss_mask=self.loss_mask,
-            document_ids=self.document_ids,
+        """Returns rows of padding, which `LoadedChunk.copy_row` fills."""
+        shape, end_id = (count, self.seq_len + 1), self.manifest.header.tokenizer.end_of_document_id
+        return TokenRows(
+            np.full(shape, end_id, dtype=np.int64),
+            np.zeros(shape, dtype=bool) if self.loss_mask else None,
+            np.full(shape, PADDING, dtype=np.int32) if self.document_ids else None,
         )
 
     def _open(self, source: str, segment: int) -> ChunkReader:
         store = self._store(source, segment)
-        plan = (
-            self._plan(source, segment, store)
-            if self.packing == "best_fit"
-            else concat_plan(
+        if is_fitted := self.packing == "best_fit":
+            plan = self._plan(source, segment, store)
+        else:
+            plan = concat_plan(
                 store.batch_starts,
                 self.seq_len,
                 self.manifest.header.batch_tokens,
                 chunk_batches=self._chunk_batches,
             )
-        )
         return ChunkReader(
-            store,
-            self._fetch,
-            plan,
-            seq_len=self.seq_len,
-            is_fitted=self.packing == "best_fit",
-            document_ids=self.document_ids,
+            store, self._fetch, plan, self.seq_len, is_fitted, document_ids=self.document_ids
         )
 
     def _store(self, source: str, segment: int) -> TokenStore:
@@ -214,7 +207,6 @@ class SplitReader:
         Raises:
             ShardError: the folder cannot be read.
         """
-        self._split = split
         self._prepared = Prepared(
             directory,
             split=split,
@@ -230,12 +222,6 @@ class SplitReader:
         self._ends = np.cumsum([self._prepared.num_rows(name, 0) for name in names], dtype=np.int64)
         first_segments = [self._prepared.segment(name, 0) for name in names]
         self.num_tokens = sum(segment.num_tokens(split) for segment in first_segments)
-
-    def require_rows(self) -> None:
-        """Raises ShardError if the split is shorter than one row."""
-        if self.num_rows < 1:
-            name = f"split {self._split!r} of {self.directory}"
-            raise too_short(name, self.num_tokens, self.seq_len)
 
     @property
     def num_rows(self) -> int:

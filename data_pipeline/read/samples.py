@@ -95,12 +95,10 @@ class OrderedSamples:
             if name not in self._counted:
                 continue
             while not self.prepared.manifest.complete and (
-                read["all"] or len(self.prepared.manifest.segments(name)) < read["number"]
+                read["all"] or self._num_sealed(name) < read["number"]
             ):
                 if not self._count_more(name):
-                    segment = (
-                        f"segment {len(self.prepared.manifest.segments(name))} of source {name!r}"
-                    )
+                    segment = f"segment {self._num_sealed(name)} of source {name!r}"
                     self._check_growth(name, segment)
                     return f"{segment}, which the checkpoint has read, is not sealed yet"
         return ""
@@ -182,14 +180,10 @@ class OrderedSamples:
 
         None while the folder grows.
         """
-        manifest = self.prepared.manifest
-        if not manifest.complete:
+        if not self.prepared.manifest.complete:
             return None
         counts = zip(self.mixture.names, self.mixture.rows_before(samples).tolist(), strict=True)
-        tokens = {
-            name: sum(segment.num_tokens("train") for segment in manifest.segments(name))
-            for name in self.mixture.names
-        }
+        tokens = {name: self._num_tokens(name) for name in self.mixture.names}
         return max(
             (count * self._data.seq_len / tokens[name], name, tokens[name])
             for name, count in counts
@@ -202,23 +196,29 @@ class OrderedSamples:
                 pass
         return sum(sum(self._source_rows(name).segment_rows) for name in self._counted)
 
-    def _source_rows(self, name: str) -> SourceRows:
+    def _num_sealed(self, name: str) -> int:
+        return len(self.prepared.manifest.segments(name))
+
+    def _num_tokens(self, name: str) -> int:
         segments = self.prepared.manifest.segments(name)
+        return sum(segment.num_tokens("train") for segment in segments)
+
+    def _source_rows(self, name: str) -> SourceRows:
         counted = self._counted[name]
         rows = tuple(self.prepared.num_rows(name, segment) for segment in range(counted))
-        complete = self.prepared.manifest.complete and counted == len(segments)
+        complete = self.prepared.manifest.complete and counted == self._num_sealed(name)
         return SourceRows(rows, complete, self._max_epochs[name])
 
     def _count_what_is_cheap(self) -> None:
         """Counts the rows of all segments if the manifest alone determines them."""
         if self._data.packing == "concat":
             for name in self._counted:
-                self._counted[name] = len(self.prepared.manifest.segments(name))
+                self._counted[name] = self._num_sealed(name)
             self.order.extend({name: self._source_rows(name) for name in self._counted})
 
     def _count_more(self, name: str) -> bool:
         """Counts the rows of a source's next segment; False if none is sealed yet."""
-        if self._counted[name] < len(self.prepared.manifest.segments(name)):
+        if self._counted[name] < self._num_sealed(name):
             self._counted[name] += 1  # may make its plan of rows
             self.order.extend({name: self._source_rows(name)})
             return True
@@ -232,7 +232,7 @@ class OrderedSamples:
     def _check_lengths(self) -> None:
         manifest = self.prepared.manifest
         for source in manifest.sources if manifest.complete else ():
-            tokens = sum(segment.num_tokens("train") for segment in manifest.segments(source.name))
+            tokens = self._num_tokens(source.name)
             rows = sum(self._source_rows(source.name).segment_rows)
             if tokens == 0 or (self._data.packing == "concat" and rows == 0):
                 raise too_short(
@@ -272,9 +272,8 @@ class OrderedSamples:
         data, manifest = self._data, self.prepared.manifest
         segments = {}
         for name, (number, all_of_them) in reached.items():
-            there = min(number, len(manifest.segments(name)))
-            if all_of_them:
-                there = len(manifest.segments(name))
+            sealed = self._num_sealed(name)
+            there = sealed if all_of_them else min(number, sealed)
             contents = "\n".join(self.prepared.content_of(name, one) for one in range(there))
             sha256 = hashlib.sha256(contents.encode()).hexdigest()
             segments[name] = {"number": there, "all": all_of_them, "sha256": sha256}
@@ -282,9 +281,7 @@ class OrderedSamples:
             "order_version": ORDER_VERSION,
             "seed": data.seed,
             "seq_len": data.seq_len,
-            "packing": data.packing
-            if data.packing == "concat"
-            else f"{data.packing} {PLAN_VERSION}",
+            "packing": "concat" if data.packing == "concat" else f"{data.packing} {PLAN_VERSION}",
             "weights": self._weights,
             "stages": [stage.model_dump(mode="json") for stage in data.stages],
             "max_epochs": self._max_epochs,

@@ -95,8 +95,10 @@ def text_bytes(size: int) -> int:
     return _COMPRESSION_RATIO * size
 
 
-def chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the bytes of a file from its current position."""
+def chunks(file: IO[bytes], url: str = "", kind: str = "") -> Iterator[bytes]:
+    """Yields the bytes of a file from its current position, unpacked if its kind or URL says so."""
+    if is_compressed(kind or url):
+        yield from unpacked_chunks(file, url, kind)
     while chunk := file.read(CHUNK_BYTES):
         yield chunk
 

@@ -63,7 +63,9 @@ def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     for row, record in enumerate(_records(split)):
         where = f"{split.label}, record {row}"
         if isinstance(record, str):
-            _check_has_no_fields(rules, where)
+            if rules.fields.prompt_field or rules.fields.id_field:
+                wanted = f"a dict with the fields {some_of(map(repr, rules.names))}"
+                raise InputError(f"{where}: a string, but the source needs {wanted}")
             yield checked(Document(record, name, row), rules, where=where)
         elif isinstance(record, Mapping):
             yield document_of(record, row, rules, where=where, file_name=name)
@@ -95,13 +97,6 @@ def _records(split: InputSplit) -> Iterator[Any]:
         raise InputError(
             f"{split.label}, record {row}: the function raised {type(error).__name__}: {error}"
         ) from error
-
-
-def _check_has_no_fields(rules: RecordRules, where: str) -> None:
-    fields = rules.fields
-    if fields.prompt_field or fields.id_field:
-        wanted = some_of(map(repr, rules.names))
-        raise InputError(f"{where}: a string, but the source needs a dict with the fields {wanted}")
 
 
 def _function(url: str) -> tuple[Callable[..., Any], dict[str, Any]]:

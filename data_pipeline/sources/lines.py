@@ -8,7 +8,7 @@ from ..data_config import MAX_DOCUMENT_BYTES
 from ..encodings import SAMPLE_BYTES, certain_encoding, conversion, decodes
 from ..errors import InputError
 from ..files import fault
-from .compression import check_head, chunks, is_compressed, text_bytes, unpacked_chunks
+from .compression import check_head, chunks, is_compressed, text_bytes
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
 from .records import NOT_JSON, NOT_UTF8, SHOWN_CHARS, RecordRules, document_of, shown
@@ -34,15 +34,12 @@ def whole_file(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
 def split_lines(split: InputSplit) -> Iterator[Line]:
     """Yields the lines that begin in a split."""
     with opened(split.url, split.size) as file:
-        if is_compressed(split.kind):
-            yield from _placed(lines(unpacked_chunks(file, split.url, split.kind), split))
-            return
-        offset, found = split.start, lines(chunks(file), split)
+        offset, found = split.start, lines(chunks(file, split.url, split.kind), split)
         if offset:  # a line that reaches into this split belongs to the previous one
             file.seek(offset - 1)
             offset += len(next(found, b"")) - 1
         for line in _placed(found, offset):
-            if line.offset >= split.stop:
+            if line.offset >= split.stop and not is_compressed(split.kind):
                 return
             yield line
 
@@ -70,7 +67,11 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
             for line in whole:
                 yield line + b"\n"
         if size > MAX_LINE_BYTES:
-            raise _too_long(split)
+            beyond = "unpacked " if is_compressed(split.kind) else ""
+            raise InputError(
+                f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the limit of "
+                "data_pipeline/sources/lines.py: break the file into lines, or leave it out"
+            )
     if rest := b"".join(pending):
         yield rest
 
@@ -85,14 +86,6 @@ def _check_text(split: InputSplit, head: bytes) -> None:
             f"{split.url}: its lines end with a carriage return alone. Convert the file first: "
             "tr '\\r' '\\n' < OLD > NEW"
         )
-
-
-def _too_long(split: InputSplit) -> InputError:
-    beyond = "unpacked " if is_compressed(split.kind) else ""
-    return InputError(
-        f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the limit of "
-        "data_pipeline/sources/lines.py: break the file into lines, or leave it out"
-    )
 
 
 class Place(NamedTuple):
@@ -134,13 +127,11 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
 def _sample(split: InputSplit, line: Line) -> bytes:
     """Returns bytes that show the encoding of a file with a faulty line: its first ones, or the line's."""
     with opened(split.url) as file:
-        is_packed = is_compressed(split.kind)
-        pieces = unpacked_chunks(file, split.url, split.kind) if is_packed else chunks(file)
-        head = next(pieces, b"")
+        head = next(chunks(file, split.url, split.kind), b"")
         _check_text(split, head)  # this split may be the first to be read
         if not decodes(head[:SAMPLE_BYTES]):
             return head[:SAMPLE_BYTES]
-        if is_packed:
+        if is_compressed(split.kind):
             return line.data[:SAMPLE_BYTES]
         file.seek(line.offset)
         return file.read(SAMPLE_BYTES)
@@ -175,8 +166,7 @@ def json_records(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     whole = InputSplit("", url, url, 0, 0, 0, "both", 0)
     with opened(url) as file:
-        pieces = unpacked_chunks(file, url) if is_compressed(url) else chunks(file)
-        for line in _placed(lines(pieces, whole)):
+        for line in _placed(lines(chunks(file, url), whole)):
             if line.data.strip():
                 place = where(whole, line)
                 yield place, _object(line.data, place)

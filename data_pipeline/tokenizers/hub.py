@@ -78,7 +78,7 @@ def _files_of(name: str) -> dict[str, bytes]:
 
 
 def _folder_of(name: str) -> tuple[bool, str]:
-    """Returns whether a name is that of a file, and its folder with a slash."""
+    """Returns whether a name denotes a file, and its folder with a slash."""
     is_file = name.endswith((".json", ".model")) or os.path.isfile(name)
     return is_file, name[: name.rfind("/") + 1] if is_file else f"{name.rstrip('/')}/"
 

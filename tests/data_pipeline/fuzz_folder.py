@@ -125,6 +125,10 @@ def mutate_index(rng: random.Random, data: bytes) -> bytes:
         pa.array(columns[field.name][:shortest], type=field.type, from_pandas=True)
         for field in INDEX_SCHEMA
     ]
+    return _index_bytes(arrays)
+
+
+def _index_bytes(arrays: list[pa.Array]) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
@@ -188,13 +192,11 @@ class Folder:
         start, size = (table[name][row].as_py() for name in ("offset", "length"))
         message = damaged(rng, bytes(data[start : start + size]))[:size].ljust(size, b"\0")
         data[start : start + size] = message
-        sums = table["crc32"].to_numpy().copy()
+        *columns, sums = (column.to_pylist() for column in table.columns)
         sums[row] = crc32(message)
-        table = table.set_column(4, INDEX_SCHEMA.field("crc32"), pa.array(sums, type=pa.uint32()))
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
-            writer.write_batch(table.combine_chunks().to_batches()[0])
-        return self.with_shard(shard, bytes(data), sink.getvalue().to_pybytes())
+        pairs = zip([*columns, sums], INDEX_SCHEMA, strict=True)
+        arrays = [pa.array(column, type=field.type) for column, field in pairs]
+        return self.with_shard(shard, bytes(data), _index_bytes(arrays))
 
     def run(self, number: int) -> str:
         """Damages, reads and repairs the folder; returns the kind of damage and the outcome.

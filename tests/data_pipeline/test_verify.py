@@ -9,7 +9,7 @@ import pytest
 from damage import flip
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.manifest import ShardEntry, manifest_name, read_manifest
+from moebius.data_pipeline.manifest import manifest_name, read_manifest
 from moebius.data_pipeline.verify import data_folder, find_folders, verify
 
 
@@ -27,31 +27,22 @@ def test_an_intact_folder_has_no_problems_and_every_byte_is_read_twice(prepared:
     assert 1.9 * num_bytes < sum(read) <= 2 * num_bytes
 
 
-def _first(folder: Path) -> ShardEntry:
-    return read_manifest(folder).shards[0]
-
-
+SHARD, INDEX = "text.train-00000.tok.arrow", "text.train-00000.idx.arrow"
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "lost end": (
         lambda folder: (folder / manifest_name(2)).unlink(),
         ["manifest-000002.json is missing, and nothing is preparing the folder"],
     ),
     "a bit of a batch": (
-        lambda folder: flip(folder / _first(folder).name, _first(folder).num_bytes // 2),
-        ["text.train-00000.tok.arrow has blake2b", "text.train-00000.tok.arrow, record batch"],
+        lambda folder: flip(folder / SHARD),
+        [f"{SHARD} has blake2b", f"{SHARD}, record batch"],
     ),
     "a bit of a footer": (
-        lambda folder: flip(folder / _first(folder).name, _first(folder).num_bytes - 20),
-        ["text.train-00000.tok.arrow"],
+        lambda folder: flip(folder / SHARD, (folder / SHARD).stat().st_size - 20),
+        [SHARD],
     ),
-    "lost shard": (
-        lambda folder: (folder / _first(folder).name).unlink(),
-        ["text.train-00000.tok.arrow"],
-    ),
-    "lost index": (
-        lambda folder: (folder / _first(folder).index_name).unlink(),
-        ["text.train-00000.idx.arrow"],
-    ),
+    "lost shard": (lambda folder: (folder / SHARD).unlink(), [SHARD]),
+    "lost index": (lambda folder: (folder / INDEX).unlink(), [INDEX]),
     "tokenizer": (lambda folder: flip(folder / "tokenizer.json", 40), ["tokenizer"]),
 }
 

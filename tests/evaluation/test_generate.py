@@ -1,5 +1,7 @@
 """Generated text against the full forward pass."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -57,8 +59,6 @@ def test_top_p_samples_among_the_likeliest_tokens_only(model: Transformer) -> No
         assert likely_V.count_nonzero() == count
         assert torch.equal(likely_V[order[:count]], p_V[order[:count]])
     assert torch.equal(_nucleus(p_V, 1.0), p_V)
-    with pytest.raises(ValueError, match=r"top_p=0\.0 must be above 0 and at most 1"):
-        next(generate(model, PROMPT, num_tokens=1, top_p=0.0))
 
 
 @pytest.mark.slow
@@ -81,19 +81,26 @@ def test_sampling_follows_the_distribution_and_its_seed(model: Transformer) -> N
     assert len(set(draws)) > 3
 
 
-def test_what_cannot_be_continued_is_refused(model: Transformer) -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        next(generate(model, torch.tensor([], dtype=torch.int64), num_tokens=1))
-
-
-@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
-def test_a_temperature_that_is_none_is_refused(model: Transformer, temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"temperature=.* must be finite and at least 0"):
-        next(generate(model, PROMPT, num_tokens=1, temperature=temperature))
-
-
 def test_the_coldest_sample_is_the_most_likely_token(model: Transformer) -> None:
     """At temperatures whose division overflows, and just above."""
     greedy = list(generate(model, PROMPT, num_tokens=5, temperature=0))
     for temperature in (5e-324, 1e-40, 1e-30, 1e-9):
         assert list(generate(model, PROMPT, num_tokens=5, temperature=temperature)) == greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_S": PROMPT[:0]}, "at least one token"),
+        ({"top_p": 0.0}, r"top_p=0\.0 must be above 0 and at most 1"),
+        *(
+            ({"temperature": value}, r"temperature=.* must be finite and at least 0")
+            for value in (float("nan"), float("inf"), -1.0)
+        ),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    model: Transformer, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(generate(model, **{"prompt_S": PROMPT, "num_tokens": 1} | options))

@@ -97,44 +97,35 @@ def test_the_request_stands_in_any_row() -> None:
 def test_written_tokens_are_those_of_the_full_pass_beside_the_same_text(
     kind: str, mixture_folder: Path
 ) -> None:
-    model, tokens = make(kind), [116, 104, 101]
+    model, prompt = make(kind), [116, 104, 101]
     text = GroupContextText(mixture_folder, seq_len=CONTEXT, seed=1)
-    context = text.draw(group_context_size(model), 3 + 12 - 1)
-    others = text.draw(group_context_size(model), 3 + 12 - 1, key=(1,))
-    for token in generate(
-        model, torch.tensor(tokens), num_tokens=12, temperature=0, seed=4, context_MS=context
-    ):
-        group, row = in_group_context(torch.tensor(tokens), context[:, : len(tokens)], key=(4,))
+
+    def written(key: int) -> tuple[list[int], torch.Tensor]:
+        context = text.draw(group_context_size(model), 3 + 12 - 1, key=(key,))
+        options = {"num_tokens": 12, "temperature": 0.0, "seed": 4, "context_MS": context}
+        return [*generate(model, torch.tensor(prompt), **options)], context  # type: ignore[arg-type]
+
+    found, context = written(0)
+    for place, token in enumerate(found, start=3):
+        tokens = torch.tensor([*prompt, *found][:place])
+        group, row = in_group_context(tokens, context[:, :place], key=(4,))
         with torch.no_grad():
             assert token == model(group).logits_BSV[row, -1].argmax().item()
-        tokens.append(token)
-    assert len(tokens) == 15
-    beside_others = list(
-        generate(model, torch.tensor(tokens[:3]), num_tokens=12, temperature=0, context_MS=others)
-    )
-    assert beside_others != tokens[3:]
+    assert len(found) == 12
+    assert written(1)[0] != found
 
 
 def test_a_group_context_that_does_not_fit_is_refused() -> None:
-    model, prompt = make("mixture"), torch.tensor([1, 2])
-    for context in (
-        None,
-        torch.zeros(2, 9, dtype=torch.int64),
-        torch.zeros(3, 4, dtype=torch.int64),
+    mixture, sigmoid = make("mixture"), make("sigmoid")
+    for model, shape, asked in (
+        (mixture, None, "3 sequences of at least 5 tokens, got"),
+        (mixture, (2, 9), "3 sequences of at least 5 tokens, got 2 of 9"),
+        (mixture, (3, 4), "3 sequences of at least 5 tokens, got 3 of 4"),
+        (sigmoid, (3, 9), "0 sequences"),
     ):
-        with pytest.raises(
-            ValueError, match=r"a group context of 3 sequences of at least 5 tokens, got "
-        ):
-            next(generate(model, prompt, num_tokens=4, context_MS=context))
-    with pytest.raises(ValueError, match=r"a group context of 0 sequences"):
-        next(
-            generate(
-                make("sigmoid"),
-                prompt,
-                num_tokens=4,
-                context_MS=torch.zeros(3, 9, dtype=torch.int64),
-            )
-        )
+        context = None if shape is None else torch.zeros(shape, dtype=torch.int64)
+        with pytest.raises(ValueError, match=f"a group context of {asked}"):
+            next(generate(model, torch.tensor([1, 2]), num_tokens=4, context_MS=context))
 
 
 def test_a_model_that_reads_whole_sequences_cannot_write() -> None:

@@ -32,106 +32,21 @@ pytestmark = pytest.mark.slow  # importing the harness takes seconds
 pytest.importorskip("lm_eval", reason="the harness is not installed: pip install moebius[lm-eval]")
 
 LONG = "It was a long way to the router, and the token went on and on from expert to expert. " * 6
-CHOICES = {"text": ["a gate", "the experts", "17", "depth"], "label": ["A", "B", "C", "D"]}
-# task of ours -> task file of the harness, records as they are published
-PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "lambada": (
-        "lambada/lambada_openai.yaml",
-        [
-            {"text": "the gate of the router was shut by the router"},
-            {"text": f"{LONG}Then came the token"},
-            {"text": 'she said "the\n\ndepth"'},
-        ],
-    ),
-    "hellaswag": (
-        "hellaswag/hellaswag.yaml",
-        [
-            {
-                "activity_label": "Roof removal",
-                "ctx_a": "A man is  sitting [header] on a roof.",
-                "ctx_b": "he",
-                "endings": ["is a token.", "[step] routes  it", "falls down. [title] x", "sits"],
-                "label": label,
-            }
-            for label in ("2", "0")
-        ],
-    ),
-    "piqa": (
-        "piqa/piqa.yaml",
-        [
-            {"goal": "Route a token ", "sol1": "Ask the gate.", "sol2": "Ask no one", "label": 1},
-            {"goal": LONG, "sol1": "It is far.", "sol2": "It is near, very near.", "label": 0},
-            {
-                "goal": "Route it.",
-                "sol1": f" Ask the gate.{' ' * 20}",
-                "sol2": "No one ",
-                "label": 0,
-            },
-        ],
-    ),
-    "arc_easy": (
-        "arc/arc_easy.yaml",
-        [
-            {"question": "What routes?", "choices": CHOICES, "answerKey": "A"},
-            {
-                "question": "What is 17?",
-                "choices": {"text": ["2048", "17", "depth"], "label": ["1", "2", "3"]},
-                "answerKey": "2",
-            },
-        ],
-    ),
-    "blimp": (
-        "blimp/adjunct_island.yaml",
-        [
-            {"sentence_good": "Who sends it?", "sentence_bad": "Who send it?"},
-            {"sentence_good": "The token goes.", "sentence_bad": "The token go."},
-        ],
-    ),
-    "winogrande": (
-        "winogrande/default.yaml",
-        [
-            {"sentence": "The gate met a token; the _ left. ", "answer": "2"}
-            | {"option1": "gate", "option2": "token"}
-        ],
-    ),
-    "copa": (
-        "super_glue/copa/default.yaml",
-        [
-            {"premise": " The token left. ", "question": asked, "label": label}
-            | {"choice1": "The gate was shut.", "choice2": "It was sent."}
-            for asked, label in (("cause", 1), ("effect", 0))
-        ],
-    ),
-    "openbookqa": (
-        "openbookqa/openbookqa.yaml",
-        [{"question_stem": "A token is in", "choices": CHOICES, "answerKey": " D"}],
-    ),
-    "boolq": (
-        "super_glue/boolq/default.yaml",
-        [{"passage": "It [went].", "question": "did it go", "label": label} for label in (0, 1)],
-    ),
-    "siqa": (
-        "siqa/siqa.yaml",
-        [
-            {"context": "It left.", "question": "Why?", "label": "3"}
-            | {"answerA": "for depth", "answerB": " no", "answerC": "yes "}
-        ],
-    ),
-    "wsc273": (
-        "wsc273/default.yaml",
-        [
-            {"text": text, "pronoun": word, "pronoun_loc": text.index(word), "label": 1}
-            | {"options": ["The gate", "An expert"]}
-            for text, word in (
-                ("It met  it because it  slept.", "it "),
-                ("A gate met it. They slept.", "They"),
-                ("The gate met its token, which it saw.", "its"),
-                ("The gate met his token.", "his"),
-                ("I saw it.", "it"),
-            )
-        ],
-    ),
+FILES = {
+    "lambada": "lambada/lambada_openai.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "blimp": "blimp/adjunct_island.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "copa": "super_glue/copa/default.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "siqa": "siqa/siqa.yaml",
+    "wsc273": "wsc273/default.yaml",
 }
+"""Tasks of ours, and the harness's files of the same."""
 
 
 @pytest.fixture(scope="module")
@@ -153,24 +68,26 @@ def restored(run_dir: Path) -> Restored:
 def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Task files that include the harness's own, with local records."""
     datasets: Any = importlib.import_module("datasets")
+    folder = tmp_path_factory.mktemp("tasks")
+    for name in FILES:
+        write_task(name, scored_records(name), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield folder
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def write_task(name: str, records: list[dict[str, Any]], folder: Path) -> None:
+    """Writes a task of the harness's on records in the published form."""
     import lm_eval.tasks
 
-    folder = tmp_path_factory.mktemp("tasks")
-    own = Path(lm_eval.tasks.__file__).parent
-    for name, (file, records) in PUBLISHED.items():
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{name}.records").write_text(lines, encoding="utf-8")
-        (folder / f"{name}.yaml").write_text(_local_task(name, own / file, folder), "utf-8")
-    patch = pytest.MonkeyPatch()
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
-    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    yield folder
-    patch.undo()
-
-
-def _local_task(name: str, include: Path, folder: Path) -> str:
+    write_lines(folder / f"{name}.records", records)
     lines = {
-        "include": include,
+        "include": Path(lm_eval.tasks.__file__).parent / FILES[name],
         "task": f"own_{name}",
         "tag": "null",
         "dataset_path": "json",
@@ -180,7 +97,8 @@ def _local_task(name: str, include: Path, folder: Path) -> str:
         "validation_split": "null",
         "test_split": "test",
     }
-    return "".join(f"{key}: {value}\n" for key, value in lines.items())
+    text = "".join(f"{key}: {value}\n" for key, value in lines.items())
+    (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def harness_results(model: object, task_folder: Path) -> dict[str, Any]:
@@ -193,7 +111,7 @@ def harness_results(model: object, task_folder: Path) -> dict[str, Any]:
         patch.setenv("DISABLE_MULTIPROC", "1")
         found = harness.simple_evaluate(
             model=model,
-            tasks=[f"own_{name}" for name in PUBLISHED],
+            tasks=[f"own_{name}" for name in FILES],
             task_manager=manager,
             log_samples=True,
             bootstrap_iters=10,
@@ -258,7 +176,7 @@ def test_the_same_log_likelihoods_and_scores(
     restored.model.double()
     ours, theirs = harness_results(own, task_folder), harness_results(theirs_model, task_folder)
     restored.model.float()
-    for name in PUBLISHED:
+    for name in FILES:
         for one, other in zip(responses(ours, name), responses(theirs, name), strict=True):
             assert one == pytest.approx(other, abs=1e-6), name
         for metric, value in theirs["results"][f"own_{name}"].items():
@@ -269,28 +187,25 @@ def test_the_same_log_likelihoods_and_scores(
 
 def check_our_tasks(run_dir: Path, theirs: dict[str, Any], data: Path) -> None:
     """Runs `moebius eval --tasks` on the same records in our file format."""
-    for name, (_, records) in PUBLISHED.items():
-        hub = TASKS[name].hub
-        assert hub is not None
-        converted = [hub.convert(record, "adjunct_island") for record in records]
-        lines = "".join(json.dumps(record) + "\n" for record in converted)
-        (data / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    report = measure_tasks(run_dir, list(PUBLISHED), data)
+    for name in FILES:
+        write_lines(
+            data / f"{name}.jsonl", [in_hub_form(name, one) for one in scored_records(name)]
+        )
+    report = measure_tasks(run_dir, list(FILES), data)
     assert report is not None
-    cut = {result.name: result.cut for result in report.tasks}
-    assert (cut["lambada"], cut["piqa"], cut["arc_easy"]) == (1, 1, 0)
+    assert all(result.cut for result in report.tasks if result.name in ("lambada", "piqa"))
     for result in report.tasks:
         found = theirs["results"][f"own_{result.name}"]
         for metric, estimate in result.metrics.items():
             if metric != "paper":
                 expected = found[f"{metric},none"]
                 assert estimate.value == pytest.approx(expected, rel=1e-5), (result.name, metric)
-        if "acc" in result.metrics and result.items > 1 and result.name != "blimp":
+        if "acc" in result.metrics and result.name != "blimp":
             assert result.metrics["acc"].stderr == pytest.approx(found["acc_stderr,none"])
 
 
 ODD_TEXTS = [
-    "[header] How to wait [title] Sit. [step]  Then  wait [substeps] .",
+    "[header] How [title] Sit. [step]  Then  wait [substeps] .",
     "  both ends  ",
     "[step] marked",
     "a [b [c] d] e [f",
@@ -306,7 +221,8 @@ def odd_records(name: str) -> list[dict[str, Any]]:
     """Records in the published form, with every odd text in every field."""
     pairs = list(zip(ODD_TEXTS, ODD_TEXTS[1:] + ODD_TEXTS[:1], strict=True))
     if name == "lambada":
-        return [{"text": f"{one} {other}"} for one, other in pairs if other.rpartition(" ")[2]]
+        # the harness mistakes a text of another task that is divided elsewhere for the same request
+        return [{"text": f"{one}, {other}"} for one, other in pairs if other.rpartition(" ")[2]]
     if name == "blimp":
         return [{"sentence_good": one, "sentence_bad": other} for one, other in pairs]
     if name == "piqa":
@@ -348,6 +264,13 @@ def in_hub_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
     return dict(hub.convert(record, "adjunct_island"))
 
 
+def scored_records(name: str) -> list[dict[str, Any]]:
+    """Some records in the published form, one of them longer than the context."""
+    goal = {"goal": LONG, "sol1": "It is far.", "sol2": "It is near, very near.", "label": 0}
+    long = {"lambada": [{"text": f"{LONG}Then came the token"}], "piqa": [goal]}
+    return odd_records(name)[:4] + long.get(name, [])
+
+
 def in_our_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
     """The record as files in a folder have it: HellaSwag's authors strip both texts."""
     if name == "boolq":
@@ -360,15 +283,9 @@ def in_our_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def harness_task(name: str, records: list[dict[str, Any]], folder: Path) -> Any:
     """The harness's task on records in the published form, with its requests built."""
-    import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
-    (folder / f"{name}.records").write_text(
-        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
-    )
-    file = dict(arc_challenge="arc/arc_challenge.yaml", **{k: v for k, (v, _) in PUBLISHED.items()})
-    local = _local_task(name, Path(lm_eval.tasks.__file__).parent / file[name], folder)
-    (folder / f"{name}.yaml").write_text(local, "utf-8")
+    write_task(name, records, folder)
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     found = manager.load_task_or_group(f"own_{name}")[f"own_{name}"]
     found.build_all_requests(rank=0, world_size=1)
@@ -401,7 +318,7 @@ def assert_asked_alike(
                 assert found.answer == int(of(document))
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "arc_challenge"])
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.usefixtures("task_folder")  # keeps the harness offline
 def test_every_item_is_asked_as_the_harness_asks_it(name: str, tmp_path: Path) -> None:
     published = odd_records(name)
@@ -435,7 +352,7 @@ def published_form(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.needs_shared
-@pytest.mark.parametrize("name", [*PUBLISHED, "arc_challenge"])
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.usefixtures("task_folder")  # keeps the harness offline
 def test_items_of_the_real_sets_are_asked_as_the_harness_asks_them(
     name: str, tmp_path: Path
@@ -456,28 +373,25 @@ def test_the_same_log_likelihood_of_documents_and_the_same_text(
     own, theirs = own_model(run_dir), hugging_face_model(restored, run_dir)
     own._restored.model.double()
     restored.model.double()
-    texts = ["the router", LONG, LONG * 2, "17"]
     asked: list[Any] = [
-        Instance("loglikelihood_rolling", {}, (text,), n) for n, text in enumerate(texts)
+        Instance("loglikelihood_rolling", {}, (text,), n)
+        for n, text in enumerate(["the router", LONG, LONG * 2, "17"])
     ]
     found = own.loglikelihood_rolling(asked)
     assert found == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-6)
-    wishes = [
-        {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False},
-        {"until": [" "], "max_gen_toks": 20},
-        {"until": ["e"], "max_gen_toks": 9},
+    wishes: list[tuple[str, dict[str, Any]]] = [
+        ("the token went", {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}),
+        (LONG, {"until": [" "], "max_gen_toks": 20}),
+        ("expert 17", {"until": ["e"], "max_gen_toks": 9}),
     ]
-    contexts = ["the token went", LONG, "expert 17"]
-    asked = [
-        Instance("generate_until", {}, (context, wish), n)
-        for n, (context, wish) in enumerate(zip(contexts, wishes, strict=True))
-    ]
-    written = own.generate_until(asked)
+    written = own.generate_until(
+        [Instance("generate_until", {}, wish, n) for n, wish in enumerate(wishes)]
+    )
     restored.model.float()
     assert [text for text in written if text], "the model writes nothing at all"
-    for text, context, wish in zip(written, contexts, wishes, strict=True):
-        assert text == greedy(own, context, wish)
-        assert not any(stop in text for stop in wish["until"])  # type: ignore[attr-defined]
+    for text, wish in zip(written, wishes, strict=True):
+        assert text == greedy(own, *wish)
+        assert not any(stop in text for stop in wish[1]["until"])
 
 
 def greedy(lm: Any, context: str, wish: dict[str, Any]) -> str:
@@ -512,33 +426,37 @@ def test_what_cannot_be_generated(run_dir: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # 16 s of processor time, mostly for reading all task files
-@pytest.mark.parametrize("command", ["ours", "theirs"])
-def test_from_the_command_line(
-    command: str, run_dir: Path, task_folder: Path, tmp_path: Path
-) -> None:
-    """Runs our command, and the harness's own with a task file that imports the model."""
-    code = "from moebius.cli.main import main; main()"
-    start = ["-c", code, "lm-eval"] if command == "ours" else ["-m", "lm_eval", "run"]
-    task = tmp_path / "task.yaml"
-    text = (task_folder / "arc_easy.yaml").read_text(encoding="utf-8")
-    brings = "metadata: {version: 1, model: !function moebius.evaluation.lm_eval_model.MoebiusLM}\n"
-    task.write_text(text + (brings if command == "theirs" else ""), encoding="utf-8")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        [
-            *(sys.executable, *start, "--model", "moebius", "--model_args", f"path={run_dir}"),
-            *("--tasks", str(task), "--output_path", str(tmp_path / "out")),
-            *(() if command == "ours" else ("--device", "cpu")),  # ours as it is documented
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
+def test_from_the_command_line(run_dir: Path, task_folder: Path, tmp_path: Path) -> None:
+    ended = run_python(
+        *("-c", "from moebius.cli.main import main; main()", "lm-eval", "--model", "moebius"),
+        *("--model_args", f"path={run_dir}", "--tasks", task_folder / "arc_easy.yaml"),
+        *("--output_path", tmp_path / "out"),
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "own_arc_easy" in ended.stdout
+    assert "own_arc_easy" in ended
     [file] = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())
     assert "acc,none" in found["results"]["own_arc_easy"]
     assert found["config"]["model_step"] == 2
+
+
+def test_a_task_file_of_the_harness_brings_the_model(task_folder: Path, tmp_path: Path) -> None:
+    """Without our command, nothing else imports it."""
+    brings = "metadata: {version: 1, model: !function moebius.evaluation.lm_eval_model.MoebiusLM}\n"
+    text = (task_folder / "arc_easy.yaml").read_text(encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(text + brings, encoding="utf-8")
+    program = """
+import sys
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+TaskManager(include_path=sys.argv[1], include_defaults=False).load_task_or_group("own_arc_easy")
+print(get_model("moebius").__name__)
+"""
+    assert run_python("-c", program, tmp_path).endswith("MoebiusLM\n")
+
+
+def run_python(*arguments: object) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout

@@ -8,7 +8,7 @@ from moebius.cli.main import main
 from moebius.evaluation.over_loops import PICTURE, draw, measure_over_loops, table_of
 from moebius.evaluation.perplexity import measure
 from moebius.model.loops.exits import ExitRule
-from moebius.train.config.run_config import Config
+from moebius.train.config.run_config import Config, ConfigError
 
 
 @pytest.mark.slow
@@ -31,14 +31,9 @@ def test_the_trained_number_of_loops_has_the_runs_own_loss(bytes_run, tmp_path):
     [
         (["--loops", "1,2", "--prompt", "a"], "--prompt takes one number of --loops"),
         (["--loops", "2", "--stride", "8"], "--loops and --stride cannot be combined"),
-        (["--loops", "1,2", "--tasks", "all"], "--tasks needs --data"),
         (["--loops", "1,2", "--context", "20"], "--context needs --tasks"),
-        (
-            ["--loops", "1,2", "--exit", "kl=1"],
-            "--exit measures the loss, with one number of loops",
-        ),
+        (["--loops", "1,2", "--exit", "kl=1"], "--exit measures the loss, with one number of"),
         (["--exit", "kl=1", "--prompt", "a"], "omit --prompt"),
-        (["--exit", "kl"], "'kl' is no exit rule"),
         (["--exit", "gate=1"], "the model has no gate"),
         (["--cache-loops", "2"], "--cache-loops needs --prompt"),
         (["--cache-loops", "0", "--prompt", "a"], "--cache-loops 0 must be at least 1"),
@@ -48,6 +43,15 @@ def test_what_cannot_be_measured_over_loops_is_refused(bytes_run, given, words, 
     with pytest.raises(SystemExit):
         main(["eval", str(bytes_run), *given])
     assert words in capsys.readouterr().err
+
+
+def test_a_model_that_shares_no_layers_has_no_other_number_of_loops(bytes_run, tmp_path):
+    config = Config.load(bytes_run / "config.json")
+    model = config.model.changed({"layers_per_group": config.model.num_layers})
+    run_dir = shutil.copytree(bytes_run, tmp_path / "run")
+    config.model_copy(update={"model": model}).save(run_dir / "config.json")
+    with pytest.raises(ConfigError, match="the model shares no layers"):
+        measure(run_dir, loops=2)
 
 
 def test_sequences_that_leave_early_are_measured_with_their_loops(bytes_run, moebius):
@@ -63,36 +67,14 @@ def test_sequences_that_leave_early_are_measured_with_their_loops(bytes_run, moe
     assert early.loss == measure(bytes_run, loops=1).result.loss
 
 
-def test_a_text_is_written_with_any_number_of_loops(bytes_run, moebius):
-    [once, trained, default] = [
-        moebius("eval", str(bytes_run), "--prompt", "abc", "--temperature", "0", *given).text
-        for given in (["--loops", "1"], ["--loops", "2"], [])
-    ]
-    assert once != trained == default
-
-
 @pytest.mark.slow
-def test_a_cache_that_loops_share_writes_another_text(bytes_run, moebius):
-    written = []
-    for given in ([], ["--cache-loops", "1"], ["--cache-loops", "99"]):
-        asked = ["eval", str(bytes_run), "--prompt", "abc", "--temperature", "0", *given]
-        written.append(moebius(*asked).text)
-    assert written[0] == written[2]
-    assert written[0] != written[1]
-
-
-@pytest.mark.parametrize("loops", ["0", "two", "1,,2", "-1"])
-def test_loops_that_are_no_numbers_are_refused(loops, capsys):
-    with pytest.raises(SystemExit):
-        main(["eval", "runs/none", f"--loops={loops}"])
-    assert "give whole numbers from 1 on, as in 1,2,4,8" in capsys.readouterr().err
-
-
-def test_a_model_that_shares_no_layers_has_no_other_number_of_loops(bytes_run, tmp_path, capsys):
-    config = Config.load(bytes_run / "config.json")
-    model = config.model.changed({"layers_per_group": config.model.num_layers})
-    run_dir = shutil.copytree(bytes_run, tmp_path / "run")
-    config.model_copy(update={"model": model}).save(run_dir / "config.json")
-    with pytest.raises(SystemExit):
-        main(["eval", str(run_dir), "--loops", "2"])
-    assert "the model shares no layers" in capsys.readouterr().err
+def test_a_text_is_written_with_any_number_of_loops_and_any_shared_cache(bytes_run, moebius):
+    asked = ("eval", str(bytes_run), "--prompt", "abc", "--temperature", "0")
+    once, trained, default, shared, whole = (
+        moebius(*asked, *given).text
+        for given in (
+            *(["--loops", "1"], ["--loops", "2"], []),
+            *(["--cache-loops", "1"], ["--cache-loops", "99"]),
+        )
+    )
+    assert once != trained == default == whole != shared

@@ -74,37 +74,6 @@ def test_physical_tasks(answer: int) -> None:
     assert found["acc_norm"] == best(norm, answer)
 
 
-def test_blanks_at_the_ends_of_an_answer_count_in_its_length() -> None:
-    """Like the harness, divides by the length of the answer as published."""
-    solutions = [f"Use water.{' ' * 200}", " Use a bed"]
-    sums = [logp("Question: Boil an egg.\nAnswer:", f" {text}") for text in solutions]
-    norm = [total / len(text) for total, text in zip(sums, solutions, strict=True)]
-    stripped = [total / len(text.strip()) for total, text in zip(sums, solutions, strict=True)]
-    assert best(norm, 0) != best(stripped, 0), "the case tells nothing"
-    record = {"goal": "Boil an egg.", "sol1": solutions[0], "sol2": solutions[1], "label": 0}
-    assert ask("piqa", record)["acc_norm"] == best(norm, 0)
-
-
-def test_the_tokens_that_hellaswag_asks() -> None:
-    record = {
-        "query": "Roof removal: A man [substeps] sits [title] on a  roof. he",
-        "fragment": "he",
-        "endings": ["[step]falls.", " jumps  up."],
-        "label": 1,
-    }
-    question = TASKS["hellaswag"].question(record, Encoder(BytesTokenizer(), 400))
-    texts = [bytes(row.tokens).decode() for row in question.rows]
-    before = "Roof removal: A man sits. on a roof. He"
-    assert texts == [f"{before} falls.", f"{before} jumps up."]
-    assert [row.num_scored for row in question.rows] == [7, 10]
-    sums = [logp(before, " falls."), logp(before, " jumps up.")]
-    assert ask("hellaswag", record) == {
-        "paper": best([sums[0] / 7, sums[1] / 10], 1),
-        "acc": best(sums, 1),
-        "acc_norm": best([sums[0] / 6, sums[1] / 9], 1),
-    }
-
-
 def test_grammar_is_scored_without_and_with_something_before_it() -> None:
     good, bad = "Who left?", "Who leave?"
     for one, other in ((good, bad), (bad, good)):
@@ -126,7 +95,7 @@ def test_the_last_word_is_read_from_its_last_places() -> None:
     other[ord("o"), ord("y")] = 70.0
     for table, is_right in ((leads, 1.0), (other, 0.0)):
         table = table.log_softmax(-1)
-        question = TASKS["lambada"].question({"text": text}, bytes_encoder(99))
+        question = TASKS["lambada"].question({"text": text}, Encoder(BytesTokenizer(), 99))
         [scores] = Scorer(table_model(table)).score([question.rows])
         found = question.judge(scores)
         assert found["paper"].value == found["acc"].value == is_right
@@ -165,104 +134,68 @@ def test_the_conventions_of_the_last_word_differ() -> None:
 
 def test_a_cloze_scores_all_after_the_blank_per_token() -> None:
     words = [f"w{'x' * n}" for n in range(10)]
-    record = {
-        "kind": "CN",
-        "context": ["One .", "Two ,"],
-        "question": "The XXXXX did n't go .",
-        "answer": words[3],
-        "candidates": words,
-    }
-    before, rest = "One . Two , The", " did n't go ."
-    means = [logp(before, f" {w}{rest}") / len(f" {w}{rest}") for w in words]
-    for answer in words:
-        expected = {"paper": best(means, words.index(answer))}
-        assert ask("cbt_style", {**record, "answer": answer}) == expected
-    before, rest = "One. Two, The", " didn't go."
-    means = [logp(before, f" {w}{rest}") / len(f" {w}{rest}") for w in words]
-    for answer in words:
-        expected = {"paper": best(means, words.index(answer))}
-        assert ask("cbt", {**record, "answer": answer}) == expected
-    nine = {**record, "candidates": words[:9]}
+    asked = {"kind": "CN", "context": ["One .", "Two ,"], "question": "The XXXXX did n't go ."}
+    for name, before, rest in (
+        ("cbt_style", "One . Two , The", " did n't go ."),
+        ("cbt", "One. Two, The", " didn't go."),
+    ):
+        means = [logp(before, f" {w}{rest}") / len(f" {w}{rest}") for w in words]
+        for place, answer in enumerate(words):
+            record = asked | {"answer": answer, "candidates": words}
+            assert ask(name, record) == {"paper": best(means, place)}
+    nine = asked | {"answer": words[3], "candidates": words[:9]}
     assert ask("cbt", nine) == {}  # the paper takes ten
 
 
-HARNESS_ONLY: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
-    "winogrande": (
-        {"sentence": "The _ is  hot. ", "option1": "sun", "option2": "sea", "answer": "1"},
-        [("The sun", " is  hot."), ("The sea", " is  hot.")],
-    ),
-    "copa": (
-        {"premise": " It rained. ", "choice1": "Wet.", "choice2": "Dry."}
-        | {"question": "effect", "label": 0},
-        [("It rained therefore", "  wet."), ("It rained therefore", "  dry.")],
-    ),
-    "boolq": (
-        {"passage": "It rained.", "question": "is it wet", "answer": False},
-        [("It rained.\nQuestion: is it wet?\nAnswer:", f" {word}") for word in ("no", "yes")],
-    ),
-    "siqa": (
-        {"context": "It [x] {y}.", "question": "Why?", "answerA": "so", "answerB": "no"}
-        | {"answerC": "yes", "label": "1"},
-        [("Q: It [x] {y}. Why?\nA:", f" {word}") for word in ("so", "no", "yes")],
-    ),
-    "wsc273": (
-        {"context_options": ["I saw a", "I saw b"], "continuation": "go.", "gold": 0},
-        [("I saw a", "  go."), ("I saw b", "  go.")],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HARNESS_ONLY)
-def test_a_task_without_a_convention_of_the_paper_has_the_harness_accuracy_alone(name: str) -> None:
-    record, asked = HARNESS_ONLY[name]
-    sums = [logp(context, answer) for context, answer in asked]
-    assert ask(name, record) == {"acc": best(sums, 0)}
-    assert TASKS[name].metrics == (TaskMetric("acc"),)
+def test_a_task_without_a_convention_of_the_paper_has_the_harness_accuracy_alone() -> None:
+    record = {"passage": "It rained.", "question": "is it wet", "answer": False}
+    before = "It rained.\nQuestion: is it wet?\nAnswer:"
+    sums = [logp(before, f" {word}") for word in ("no", "yes")]
+    assert ask("boolq", record) == {"acc": best(sums, 0)}
+    for name in ("winogrande", "copa", "boolq", "siqa", "wsc273"):
+        assert TASKS[name].metrics == (TaskMetric("acc"),)
     record = {"question": "Fog is at", "choices": CHOICES, "label": 1}
     assert set(ask("openbookqa", record)) == {"acc", "acc_norm"}
 
 
-def bytes_encoder(context: int) -> Encoder:
-    return Encoder(BytesTokenizer(), context)
-
-
 def test_long_items_lose_their_left_end_and_are_counted() -> None:
     record = {"question": "x" * 50, "choices": CHOICES, "label": 0}
-    question = TASKS["arc_easy"].question(record, bytes_encoder(30))
+    question = TASKS["arc_easy"].question(record, Encoder(BytesTokenizer(), 30))
     assert question.is_cut
     assert all(len(row.tokens) == 31 for row in question.rows)
-    assert not TASKS["arc_easy"].question(record, bytes_encoder(300)).is_cut
+    assert not TASKS["arc_easy"].question(record, Encoder(BytesTokenizer(), 300)).is_cut
     with pytest.raises(TaskError, match="12 tokens to score exceed the context of 11"):
-        TASKS["arc_easy"].question(record, bytes_encoder(11))
+        TASKS["arc_easy"].question(record, Encoder(BytesTokenizer(), 11))
 
 
-MISTAKES = {
-    "a field is missing": ({"label": None}, "label"),
-    "an answer there is not": ({"label": 4}, "the number of the right answer, 0 to 3"),
-    "true is no number": ({"label": True}, "the number of the right answer"),
-    "a number for a text": ({"question": 7}, "field 'question' is 7; it must be a string"),
-    "a text for a list": ({"choices": "abc"}, "a list of at least 2 strings"),
-    "an empty answer": ({"choices": ["a", "b", "c", ""]}, "an answer is empty"),
-}
+def _arc(**changes: Any) -> dict[str, Any]:
+    return {"question": "Why?", "choices": CHOICES, "label": 0, **changes}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_records_that_are_none(mistake: str) -> None:
-    changes, message = MISTAKES[mistake]
-    record = {"question": "Why?", "choices": CHOICES, "label": 0, **changes}
-    with pytest.raises(TaskError, match=message):
-        ask("arc_easy", {k: v for k, v in record.items() if v is not None})
+def _cbt(**changes: Any) -> dict[str, Any]:
+    return {
+        "context": ["a"],
+        "question": "XXXXX",
+        "answer": "b",
+        "candidates": ["b", "c"],
+    } | changes
 
 
 @pytest.mark.parametrize(
     ("name", "record", "message"),
     [
+        ("arc_easy", {"question": "Why?", "choices": CHOICES}, "field 'label' is missing"),
+        ("arc_easy", _arc(label=4), "the number of the right answer, 0 to 3"),
+        ("arc_easy", _arc(label=True), "the number of the right answer"),
+        ("arc_easy", _arc(question=7), "field 'question' is 7; it must be a string"),
+        ("arc_easy", _arc(choices="abc"), "a list of at least 2 strings"),
+        ("arc_easy", _arc(choices=["a", "b", "c", ""]), "an answer is empty"),
         ("lambada", {"text": "word"}, "no last word"),
         ("lambada", {"text": "ends with "}, "no last word"),
         (
             "hellaswag",
-            {"query": "Run: he is", "fragment": "he", "endings": ["a.", "b."], "label": 1},
-            "field 'query' must end with field 'fragment', 'he'",
+            {"query": "Run: he is", "fragment": "he"},
+            "must end with field 'fragment', 'he'",
         ),
         ("winogrande", {"sentence": "It is.", "answer": "1"}, "field 'sentence' has no _"),
         (
@@ -273,21 +206,11 @@ def test_records_that_are_none(mistake: str) -> None:
         ("copa", {"question": "why"}, "'question' is 'why'; it must be cause or effect"),
         ("boolq", {"answer": "yes"}, "field 'answer' is 'yes'; it must be true or false"),
         ("blimp", {"sentence_good": "", "sentence_bad": "a", "UID": "u"}, "0 tokens to score"),
-        (
-            "cbt",
-            {"context": ["a"], "question": "no blank", "answer": "b", "candidates": ["b", "c"]},
-            "has no XXXXX",
-        ),
-        (
-            "cbt",
-            {"context": ["a"], "question": "XXXXX", "answer": "x", "candidates": ["b", "c"]},
-            "must contain the answer exactly once",
-        ),
+        ("cbt", _cbt(question="no blank"), "has no XXXXX"),
+        ("cbt", _cbt(answer="x"), "must contain the answer exactly once"),
     ],
 )
-def test_records_of_other_tasks_that_are_none(
-    name: str, record: dict[str, Any], message: str
-) -> None:
+def test_records_that_are_none(name: str, record: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         ask(name, record)
 
@@ -327,7 +250,7 @@ def test_a_limit_takes_items_from_the_whole_file(tmp_path: Path) -> None:
         {"sentence_good": f"yes {n}", "sentence_bad": "no", "UID": f"u{n // 5}"} for n in range(20)
     ]
     write(tmp_path, "blimp", pairs)
-    found = read_items("blimp", TASKS["blimp"], tmp_path, bytes_encoder(99), limit=4)
+    found = read_items("blimp", TASKS["blimp"], tmp_path, Encoder(BytesTokenizer(), 99), limit=4)
     assert found.available == 20
     assert [question.group for question in found.questions] == ["u0", "u1", "u2", "u3"]
 

@@ -29,10 +29,6 @@ def _fail(item: str) -> None:
     raise InputError(item)
 
 
-def _die(item: int) -> None:
-    os.kill(os.getpid(), item)
-
-
 def _process(item: float) -> int:
     time.sleep(item)
     return os.getpid()
@@ -72,29 +68,32 @@ def test_a_serial_pool_returns_results_and_exceptions_in_order():
         assert (number, type(error), str(error)) == (task, kind, said)
 
 
-def test_a_local_pool_tells_a_result_an_error_and_a_death_apart():
-    with LocalPool(2) as pool:
-        numbers = {pool.submit(_die, signal.SIGKILL): "dies", pool.submit(_fail, "x"): "fails"}
-        found = dict(pool.wait() for _ in range(2))
-        numbers |= {pool.submit(_double, 4): "works", pool.submit(_process, 0): "works elsewhere"}
-        found |= dict(pool.wait() for _ in range(2))
-    outcomes = {numbers[number]: outcome for number, outcome in found.items()}
-    assert isinstance(outcomes["dies"], WorkerDiedError)
-    assert isinstance(outcomes["fails"], InputError)
-    assert outcomes["works"] == 8
-    assert outcomes["works elsewhere"] != os.getpid()
-    _await_end(outcomes["works elsewhere"])
-
-
-def test_how_a_process_ended_is_told_and_no_exception_takes_it_down():
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_a_pool_tells_how_each_task_ended_and_leaves_nothing_behind():
     """Kills are distinguished from crashes; errors that cannot be unpickled become messages."""
+    before = _semaphores(os.getpid())
     with LocalPool(3) as pool:
         numbers = {pool.submit(keep_what_does_no_harm, f"POISON {word}"): word for word in _ENDS}
         found = dict(pool.wait() for _ in numbers)
-    outcomes = {numbers[number]: outcome for number, outcome in found.items()}
+        for function, item in ((_fail, "x"), (_double, 4), (_process, 0)):
+            numbers[pool.submit(function, item)] = function.__name__
+        found |= dict(pool.wait() for _ in range(3))
+        outcomes = {numbers[number]: outcome for number, outcome in found.items()}
+        assert _semaphores(os.getpid()) <= before, "a kill would leave them"
+        assert not _semaphores(outcomes["_process"])
     for word, (kind, said) in _ENDS.items():
         assert type(outcomes[word]) is kind
         assert said in str(outcomes[word])
+    assert isinstance(outcomes["_fail"], InputError)
+    assert outcomes["_double"] == 8
+    assert outcomes["_process"] != os.getpid()
+    _await_end(outcomes["_process"])
+
+
+def _semaphores(process: int) -> set[str]:
+    """Returns the semaphores that a process has open; /dev/shm also has other programs'."""
+    maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return {line.split()[5] for line in maps if "/dev/shm/sem." in line}
 
 
 _ENDS = {
@@ -105,19 +104,13 @@ _ENDS = {
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
+def test_a_process_that_is_killed_while_it_waits_is_replaced_and_leaving_ends_one_at_work():
     with LocalPool(1) as pool:
         pool.submit(_process, 0)
-        _, process = pool.wait()
-        os.kill(process, signal.SIGKILL)
+        os.kill(pool.wait()[1], signal.SIGKILL)
         pool._idle[0].process.join()
-        number = pool.submit(_double, 5)
-        assert pool.wait() == (number, 10)
-
-
-@pytest.mark.slow
-def test_leaving_a_pool_ends_a_task_that_is_at_work():
-    with LocalPool(1) as pool:
+        number = pool.submit(_with_a_process_of_its_own, 3)
+        assert pool.wait() == (number, 3)
         pool.submit(_process, 0)
         _, process = pool.wait()
         pool.submit(_process, 600)
@@ -130,12 +123,6 @@ def _with_a_process_of_its_own(exit_code: int) -> int | None:
     process.start()
     process.join()
     return process.exitcode
-
-
-def test_a_task_may_start_processes():
-    with LocalPool(1) as pool:
-        number = pool.submit(_with_a_process_of_its_own, 3)
-        assert pool.wait() == (number, 3)
 
 
 _PROGRAM = """
@@ -168,23 +155,6 @@ if __name__ == "__main__":
         assert _is_alive(worker)
         program.kill()
         _await_end(worker)
-
-
-def _semaphores(process: int) -> set[str]:
-    """Returns the semaphores that a process has open; /dev/shm also has other programs'."""
-    maps = Path(f"/proc/{process}/maps").read_text().splitlines()
-    return {line.split()[5] for line in maps if "/dev/shm/sem." in line}
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
-def test_a_pool_has_no_semaphore_that_a_kill_would_leave_behind():
-    before = _semaphores(os.getpid())
-    with LocalPool(2) as pool:
-        pool.submit(_process, 0)
-        pool.submit(_process, 0)
-        workers = [pool.wait()[1], pool.wait()[1]]
-        assert _semaphores(os.getpid()) <= before
-        assert not any(map(_semaphores, workers))
 
 
 def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):

@@ -37,6 +37,10 @@ from moebius.data_pipeline.sources import embedded
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
+def _of(names: list[str], **options: Any) -> PrepareConfig:
+    return PrepareConfig(input=tuple(names), **{"tokenizer": "bytes", **options})
+
+
 def _texts(folder: Path, split: str) -> list[str]:
     """Returns all documents of a split, decoded, in order."""
     tokenizer = load_tokenizer(folder)
@@ -69,30 +73,18 @@ def test_the_manifest_counts(prepared, corpus):
     manifest = read_manifest(prepared)
     assert dropped(manifest) == {"duplicate": 1, "empty": 1}
     assert count_of(manifest, "num_documents") == 3 * 40 - 2
-    assert count_of(manifest, "num_text_bytes", "train") == sum(
-        len(text.encode()) for text in _texts(prepared, "train")
-    )
+    num_bytes = sum(len(text.encode()) for text in _texts(prepared, "train"))
+    assert count_of(manifest, "num_text_bytes", "train") == num_bytes
     assert manifest.num_tokens("train") == len(tokens_of(prepared))
     assert manifest.completion is not None
     assert manifest.completion.inputs == {str(path): path.stat().st_size for path in corpus}
-    assert load_tokenizer(prepared).sha256 == manifest.header.tokenizer.sha256
     assert 257 < manifest.header.tokenizer.vocab_size <= 400
 
 
-def test_the_second_time_nothing_is_done(prepared, config):
-    before = {path: path.stat().st_mtime_ns for path in prepared.iterdir()}
-
-    assert prepare(config, prepared, pool=NothingToRun()) == read_manifest(prepared)
-    assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
-
-
 def test_text_is_normalised_before_it_is_compared(tmp_path):
-    path = write_jsonl(
-        tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
-    )
-    config = PrepareConfig(
-        input=(str(path),), tokenizer="bytes", validation_fraction=0.0, encoding_faults="drop"
-    )
+    texts = ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    config = _of([str(path)], validation_fraction=0.0, encoding_faults="drop")
     manifest = prepare(config, tmp_path / "d")
     assert _texts(tmp_path / "d", "train") == ["café\nx", "other", "third"]
     assert dropped(manifest) == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
@@ -102,7 +94,7 @@ def test_faulty_documents_are_dropped_up_to_a_number(tmp_path):
     lines = [json.dumps({"text": f"text {number}"}) for number in range(6)]
     lines[1:1], lines[4:4] = ['{"text": "torn', "[]"], [r'{"text": "\ud800"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    config = PrepareConfig(input=(str(tmp_path / "a.jsonl"),), tokenizer="bytes", encoding_faults=2)
+    config = _of([str(tmp_path / "a.jsonl")], encoding_faults=2)
     message = r"3 faulty documents .1 not Unicode .*, 2 not JSON., the last in .*a.jsonl.*_faults=2"
     with pytest.raises(InputError, match=message):
         prepare(config, tmp_path / "d")
@@ -113,19 +105,12 @@ def test_faulty_documents_are_dropped_up_to_a_number(tmp_path):
 
 
 def test_validation_input_wins_over_train(tmp_path):
+    """The fraction is for input without validation_input."""
     train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
     validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
-    config = PrepareConfig(
-        input=(str(train),),
-        validation_input=(str(validation),),
-        validation_fraction=0.99,
-        tokenizer="bytes",
-    )
+    config = _of([str(train)], validation_input=(str(validation),), validation_fraction=0.99)
     prepare(config, tmp_path / "d")
-    assert _texts(tmp_path / "d", "train") == [
-        "a",
-        "c",
-    ]  # the fraction is for input without validation_input
+    assert _texts(tmp_path / "d", "train") == ["a", "c"]
     assert _texts(tmp_path / "d", "validation") == ["b", "d"]
 
 
@@ -134,10 +119,7 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
     sides = []
     for name, some in (("all", texts), ("half", texts[::2])):
         path = write_jsonl(tmp_path / f"{name}.jsonl", some)
-        prepare(
-            PrepareConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3),
-            tmp_path / name,
-        )
+        prepare(_of([str(path)], validation_fraction=0.3), tmp_path / name)
         sides.append(set(_texts(tmp_path / name, "validation")))
     assert sides[1] == sides[0] & set(texts[::2])
     assert 35 < len(sides[0]) < 85
@@ -145,13 +127,13 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
 
 def test_the_tokenizer_sees_train_text_only(tmp_path):
     train = write_jsonl(tmp_path / "t.jsonl", sentences(1, 20))
-    validation = write_jsonl(
-        tmp_path / "v.jsonl", [f"unmistakable {n} unmistakable" for n in range(200)]
-    )
+    words = [f"unmistakable {n} unmistakable" for n in range(200)]
+    validation = write_jsonl(tmp_path / "v.jsonl", words)
     config = PrepareConfig(input=(str(train),), validation_input=(str(validation),), vocab_size=600)
     prepare(config, tmp_path / "d")
-    assert "mistak" not in (tmp_path / "d" / "tokenizer.json").read_text()
-    assert "xpert" in (tmp_path / "d" / "tokenizer.json").read_text()
+    tokenizer = (tmp_path / "d" / "tokenizer.json").read_text()
+    assert "mistak" not in tokenizer
+    assert "xpert" in tokenizer
 
 
 def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_path):
@@ -203,25 +185,18 @@ def test_any_pool_gives_the_same_bytes(config, prepared, tmp_path, pool):
 def test_progress_is_told(config, tmp_path):
     events: list[PrepareProgress] = []
     manifest = prepare(config, tmp_path / "d", on_progress=events.append)
-    assert list(dict.fromkeys(event.stage for event in events)) == [
-        *("reading", "training the tokenizer", "tokenising")
-    ]
+    stages = dict.fromkeys(event.stage for event in events)
+    assert list(stages) == ["reading", "training the tokenizer", "tokenising"]
     assert [event.done for event in events] == sorted(event.done for event in events)
     assert {event.total for event in events} == {3}
-    last = events[-1]
-    assert last.done == 3
+    assert events[0].eta_s is None
+    last, (source,) = events[-1], events[-1].sources
+    assert (last.done, last.eta_s) == (3, 0)
     assert last.tokens == manifest.num_tokens("train") + manifest.num_tokens("validation")
-    assert last.tokens_per_s is not None
-    assert last.tokens_per_s > 0
-    assert last.eta_s == 0
-    assert [event.eta_s is None for event in events if event.done == 0][:5] == [True] * 5
-    (source,) = last.sources
+    assert (last.tokens_per_s or 0) > 0
     assert (source.name, source.segments) == ("text", 1)
-    assert (
-        source.num_bytes
-        == source.total_bytes
-        == sum(path.stat().st_size for path in map(Path, config.input))
-    )
+    num_bytes = sum(Path(path).stat().st_size for path in config.input)
+    assert source.num_bytes == source.total_bytes == num_bytes
 
 
 # ---- interruptions
@@ -287,24 +262,17 @@ def test_what_killed_processes_left_in_a_complete_folder_is_removed_if_it_can_be
     assert not (folder / UNFINISHED).exists()
 
 
-def test_failing_at_some_writes(config, prepared, tmp_path, monkeypatch):
-    _fail_at_writes(config, prepared, tmp_path, monkeypatch, "fsync", range(2, 200, 11))
+@pytest.mark.parametrize(
+    ("call", "at"),
+    [("replace", range(0, 40, 5)), ("fsync", range(2, 200, 11)), ("link", range(20))],
+)
+def test_failing_at_a_write(config, prepared, tmp_path, monkeypatch, call, at):
+    """The disk is full at an ever later write, until all writes succeed."""
+    reference, real, survived = files_of(prepared, "**/*"), getattr(os, call), 0
+    for survived in at:
+        folder, left = tmp_path / str(survived), [survived]
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["replace", "fsync", "link"])
-def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
-    _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, range(200))
-
-
-def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
-    """The disk is full at the first write, at the second, … until all writes succeed."""
-    reference, tried, survived = files_of(prepared, "**/*"), 0, 0
-    for tried, survived in enumerate(at):
-        folder = tmp_path / str(survived)
-        real, left = getattr(os, call), [survived]
-
-        def failing(*arguments, real=real, left=left):
+        def failing(*arguments, left=left):
             if left[0] == 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
             left[0] -= 1
@@ -314,21 +282,17 @@ def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
             patch.setattr(os, call, failing)
             try:
                 prepare(config, folder)
-            except PrepareError as error:
-                refusal = str(error)
-            else:
                 break
-        assert "free some space" in refusal
+            except PrepareError as error:
+                assert "free some space" in str(error)  # noqa: PT017
         check_nothing_is_half_there(folder, reference)
         assert not list(folder.rglob(f"*{TEMPORARY}*"))
-        if tried % 5 == 0:
-            prepare(config, folder)
-            assert files_of(folder, "**/*") == reference
-    assert tried >= (3 if call != "link" else 2)
-    assert survived < max(at), "there was never room for all"
+    assert at[1] < survived < at[-1], "there was never room for all"
+    prepare(config, tmp_path / str(at[1]))
+    assert files_of(tmp_path / str(at[1]), "**/*") == reference
 
 
-@pytest.mark.parametrize("num_writes", [5, 12, 17])
+@pytest.mark.parametrize("num_writes", [5, 17])
 def test_killed_at_a_write(config, prepared, tmp_path, num_writes):
     """kill -9 leaves temporary files, which the next run removes."""
     program = f"""
@@ -353,19 +317,14 @@ prepare(PrepareConfig.model_validate_json({config.model_dump_json()!r}), {str(tm
 
 
 def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, prepared, tmp_path):
-    with pytest.raises(StoppedError):
-        prepare(
-            config, tmp_path / "d", pool=StoppingAfter(9)
-        )  # two of three splits are tokenised by then
-    good, bad = (
-        tmp_path / "d" / "text.train-00000.tok.arrow",
-        tmp_path / "d" / "text.train-00001.tok.arrow",
-    )
+    with pytest.raises(StoppedError):  # two of three splits are tokenised by then
+        prepare(config, tmp_path / "d", pool=StoppingAfter(9))
+    good, bad = (tmp_path / "d" / f"text.train-0000{number}.tok.arrow" for number in (0, 1))
     bad.write_bytes(bad.read_bytes()[:-1] + b"?")
-    good_before, bad_before = good.stat().st_ino, bad.stat().st_ino
+    before = good.stat().st_ino, bad.stat().st_ino
     prepare(config, tmp_path / "d")
-    assert good.stat().st_ino == good_before
-    assert bad.stat().st_ino != bad_before
+    assert good.stat().st_ino == before[0]
+    assert bad.stat().st_ino != before[1]
     assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
 
 
@@ -383,33 +342,25 @@ def texts(tmp_path, monkeypatch) -> Path:
     return tmp_path / "texts"
 
 
-FIRST, *OTHERS = (
-    ["texts/*.jsonl"],
-    ["HERE/texts/*.jsonl"],
-    ["texts/a.jsonl", "HERE/texts/../texts/b.jsonl"],
-    ["link/*.jsonl"],
-)
+ALL = ["texts/*.jsonl"]
 
 
-def _of(words: list[str], here: Path, **options: Any) -> PrepareConfig:
-    names = tuple(word.replace("HERE", str(here)) for word in words)
-    return PrepareConfig(input=names, **{"tokenizer": "bytes", **options})
-
-
-@pytest.mark.parametrize("words", OTHERS)
-def test_input_is_the_same_by_any_name_that_leads_there(texts, words):
-    here = texts.parent
-    made = prepare(_of(FIRST, here), here / "d")
-    assert prepare(_of(words, here), here / "d", pool=NothingToRun()) == made
-    assert look_ahead(_of(words, here), here / "d") == made
-    other = ["texts/b.jsonl", "texts/a.jsonl"]
+def test_input_is_the_same_by_any_name_that_leads_there(texts):
+    made, here = prepare(_of(ALL), "d"), texts.parent
+    for words in (
+        [f"{here}/texts/*.jsonl"],
+        ["texts/a.jsonl", f"{here}/texts/../texts/b.jsonl"],
+        ["link/*.jsonl"],
+    ):
+        assert prepare(_of(words), "d", pool=NothingToRun()) == made
+        assert look_ahead(_of(words), "d") == made
     with pytest.raises(PrepareError, match=r"text.input: there \['texts/\*.jsonl'\], asked for"):
-        prepare(_of(other, here), here / "d")
+        prepare(_of(["texts/b.jsonl", "texts/a.jsonl"]), "d")
 
 
 def test_so_are_a_tokenizer_evaluation_sets_and_the_files_of_a_source(texts):
     here = texts.parent
-    prepare(_of(FIRST, here, tokenizer="bpe", vocab_size=300), here / "tok")
+    prepare(_of(ALL, tokenizer="bpe", vocab_size=300), here / "tok")
     (here / "set.jsonl").write_text(json.dumps({"text": "a b c d e f g h i j k l m n"}) + "\n")
 
     def named(root: str) -> PrepareConfig:
@@ -424,10 +375,10 @@ def test_so_are_a_tokenizer_evaluation_sets_and_the_files_of_a_source(texts):
 
 def test_a_preparation_goes_on_under_another_name_and_keeps_its_own(texts):
     here = texts.parent
-    prepare(_of(FIRST, here), here / "undisturbed")
+    prepare(_of(ALL), here / "undisturbed")
     with pytest.raises(StoppedError):
-        prepare(_of(FIRST, here), here / "d", pool=StoppingAfter(3))
-    prepare(_of(OTHERS[0], here), here / "d")
+        prepare(_of(ALL), here / "d", pool=StoppingAfter(3))
+    prepare(_of([f"{texts}/*.jsonl"]), here / "d")
     assert files_of(here / "d") == files_of(here / "undisturbed")
 
 
@@ -436,23 +387,20 @@ def test_a_preparation_goes_on_under_another_name_and_keeps_its_own(texts):
 
 def test_a_folder_of_another_spec(config, prepared):
     other = config.model_copy(update={"vocab_size": 500, "text_field": "body"})
-    with pytest.raises(
-        PrepareError,
-        match=r"text.text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500",
-    ):
+    said = "text.text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500"
+    with pytest.raises(PrepareError, match=said):
         prepare(other, prepared)
 
 
 def test_a_folder_with_something_else_in_it(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrepareError, match="a file is in the way; choose another folder"):
+        prepare(config, tmp_path / "file" / "d")
+    (tmp_path / "file").unlink()
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(PrepareError, match="is not empty and holds no prepared data"):
         prepare(config, tmp_path)
     assert files_of(tmp_path, "**/*") == {"thesis.tex": b"years of work"}
-
-
-def _growing_input(tmp_path) -> tuple[Path, PrepareConfig]:
-    path = write_jsonl(tmp_path / "a.jsonl", sentences(0, 20))
-    return path, PrepareConfig(input=(str(path),), tokenizer="bytes")
 
 
 def _edit(path: Path) -> None:
@@ -469,7 +417,6 @@ def _move(texts: Path) -> None:
     ("change", "said"),
     [
         (lambda texts: write_jsonl(texts / "c.jsonl", ["c"]), r"new: \S+/texts/c.jsonl\)"),
-        (lambda texts: (texts / "b.jsonl").unlink(), r"removed: \S+/texts/b.jsonl\)"),
         (lambda texts: shutil.rmtree(texts), r"removed: \S+/texts/a.jsonl, \S+/texts/b.jsonl\)"),
         (
             lambda texts: (texts / "b.jsonl").rename(texts / "c.jsonl"),
@@ -478,38 +425,30 @@ def _move(texts: Path) -> None:
         (lambda texts: write_jsonl(texts / "a.jsonl", ["a"]), r"changed: \S+/texts/a.jsonl\)"),
         (lambda texts: _edit(texts / "a.jsonl"), r"changed: \S+/texts/a.jsonl\)"),
         (lambda texts: _edit(texts.parent / "set.jsonl"), r"changed: \S+/set.jsonl\)"),
-        (
-            lambda texts: _edit(texts.parent / "tok/tokenizer.json"),
-            r"changed: \S+/tokenizer.json\)",
-        ),
+        (lambda texts: _edit(texts.parent / "tok/tokenizer.json"), r"changed: \S+/tokenizer.json"),
         (lambda texts: (texts / "a.jsonl").touch(), ""),
         (_move, ""),
     ],
 )
 def test_a_finished_folder_is_compared_with_its_files(texts, change, said):
-    prepare(_of(FIRST, texts, vocab_size=300, tokenizer="bpe"), "tok")
+    prepare(_of(ALL, vocab_size=300, tokenizer="bpe"), "tok")
     (texts.parent / "set.jsonl").write_text(json.dumps({"text": "a b c d e f g h i j k l m n"}))
-    config = _of(FIRST, texts, tokenizer="./tok", decontaminate={"evaluation_sets": ["set.jsonl"]})
+    config = _of(ALL, tokenizer="./tok", decontaminate={"evaluation_sets": ["set.jsonl"]})
     made = prepare(config, "d")
     change(texts)
-    if said:
-        with pytest.raises(
-            PrepareError, match=f"was made of other files .{said}.*name a new folder"
-        ):
-            prepare(config, "d")
-    else:
-        assert prepare(config, "d", pool=NothingToRun()) == made
-        assert prepare(config, "d", pool=NothingToRun()) == made
-    assert (
-        prepare(config, "d", pool=NothingToRun(), if_changed="ignore") == made
-    )  # never needs them
+    for _ in range(2):
+        if said:
+            with pytest.raises(
+                PrepareError, match=f"made of other files .{said}.*name a new folder"
+            ):
+                prepare(config, "d")
+        else:
+            assert prepare(config, "d", pool=NothingToRun()) == made
+    assert prepare(config, "d", pool=NothingToRun(), if_changed="ignore") == made
 
 
 def test_a_remote_file_is_compared_by_what_its_file_system_says(tmp_path):
-    fs, config = (
-        fsspec.filesystem("memory"),
-        PrepareConfig(input=("memory://a.txt",), tokenizer="bytes"),
-    )
+    fs, config = fsspec.filesystem("memory"), _of(["memory://a.txt"])
     fs.pipe("/a.txt", b"some words")
     prepare(config, folder := tmp_path / "d")
     assert prepare(config, folder, pool=NothingToRun()).complete
@@ -520,7 +459,7 @@ def test_a_remote_file_is_compared_by_what_its_file_system_says(tmp_path):
 
 def test_files_without_a_record_are_compared_by_name_and_size(texts):
     """As of a folder that an older version made, and of one that was begun before a file was touched."""
-    config, said = _of(FIRST, texts), []
+    config, said = _of(ALL), []
     with pytest.raises(StoppedError):
         prepare(config, "d", pool=StoppingAfter(3))
     _edit(texts / "a.jsonl")
@@ -539,7 +478,7 @@ def test_files_without_a_record_are_compared_by_name_and_size(texts):
 
 @pytest.mark.parametrize("change", ["another text of the same size", "fewer lines"])
 def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
-    path, config = _growing_input(tmp_path)
+    path = write_jsonl(tmp_path / "a.jsonl", sentences(0, 20))
     lines = path.read_text().splitlines(keepends=True)
     if change == "fewer lines":  # one record fewer in as many bytes
         lines[-1] = " " * (len(lines[-1].encode()) - 1) + "\n"
@@ -550,41 +489,35 @@ def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
         if function.__name__ == "tokenise_unit":
             path.write_text("".join(lines))
 
-    with pytest.raises(
-        InputError, match=r"a.jsonl\[0:\d+\] has changed while it was being prepared"
-    ):
-        prepare(config, tmp_path / "d", pool=Meddling(meddle))
+    said = r"a.jsonl\[0:\d+\] has changed while it was being prepared"
+    with pytest.raises(InputError, match=said):
+        prepare(_of([str(path)]), tmp_path / "d", pool=Meddling(meddle))
     assert not list((tmp_path / "d").glob("*.arrow*"))
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", '{"text": " "}\n'])
-def test_an_empty_corpus(tmp_path, content):
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    with pytest.raises(
-        InputError, match=r"a.jsonl is empty: \d documents were read .*give files with text"
-    ):
-        prepare(PrepareConfig(input=(str(path),)), tmp_path / "d")
+EMPTY = r"a.jsonl is empty: \d documents were read .*give files with text"
 
 
-def test_validation_that_is_all_of_train(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    with pytest.raises(
-        InputError, match=r"all documents went to validation \(2 there; 2 duplicate\)"
-    ):
-        prepare(PrepareConfig(input=(str(path),), validation_input=(str(path),)), tmp_path / "d")
-
-
-def test_bad_input_is_found_before_anything_is_written(tmp_path):
-    with pytest.raises(InputError, match="does not exist"):
-        prepare(PrepareConfig(input=(str(tmp_path / "no.jsonl"),)), tmp_path / "d")
-    assert not (tmp_path / "d").exists()
-
-
-def test_a_file_in_the_way_of_the_folder(config, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(PrepareError, match="a file is in the way; choose another folder"):
-        prepare(config, tmp_path / "file" / "d")
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("", {}, EMPTY),
+        ('\n{"text": " "}\n', {}, EMPTY),
+        (
+            '{"text": "a"}',
+            {"validation_input": "a.jsonl"},
+            r"all .* went to validation \(1 there; 1 du",
+        ),
+        (None, {}, "does not exist"),
+    ],
+)
+def test_what_leaves_nothing_to_train_on(tmp_path, monkeypatch, content, options, message):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("a.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message):
+        prepare(_of(["a.jsonl"], **options), "d")
+    assert content is not None or not Path("d").exists(), "nothing is written before"
 
 
 def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch):
@@ -614,7 +547,6 @@ def test_the_tokenizer_is_trained_on_a_sample(config, tmp_path, monkeypatch):
             lines = [line for path in samples for line in path.read_text().splitlines()]
             sizes.append(sum(len(json.loads(line).encode()) for line in lines))
 
-    pool = Meddling(spying)
     monkeypatch.setattr(vocabulary, "SAMPLE_BYTES", 5000)
-    prepare(config, tmp_path / "d", pool=pool)
+    prepare(config, tmp_path / "d", pool=Meddling(spying))
     assert 5000 <= sizes[0] < 5000 + 3 * 1500  # at most one more document per file

@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory) -> dict[bool, Undisturbed]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_any_number_of_processes_writes_the_same_bytes(undisturbed, tmp_path, num_workers):
     with LocalPool(num_workers) as pool:
         for shuffle, expected in undisturbed.items():
@@ -98,13 +98,7 @@ def test_any_number_of_processes_writes_the_same_bytes(undisturbed, tmp_path, nu
 # ---- interruptions
 
 
-@pytest.mark.parametrize(
-    ("shuffle", "every"),
-    [
-        *((False, 11), (True, 37)),
-        *(pytest.param(shuffle, 3, marks=pytest.mark.slow) for shuffle in (False, True)),
-    ],
-)
+@pytest.mark.parametrize(("shuffle", "every"), [(False, 11), (True, 29)])
 def test_stopping_the_coordinator_at_many_moments_changes_nothing(
     undisturbed, tmp_path, shuffle, every
 ):
@@ -201,12 +195,12 @@ def _await_event(program: "subprocess.Popen[str]", number: int) -> None:
 
 @pytest.mark.fault("F18")
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 10), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 10), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
     undisturbed, tmp_path, shuffle, seeds
 ):
-    """Five seeds choose when to kill, once or twice; a new process then finishes."""
+    """Seeds choose when to kill, once or twice; a new process then finishes."""
     expected = undisturbed[shuffle]
     folders = [tmp_path / str(seed) for seed in seeds]
     num_unfinished = 0
@@ -231,7 +225,7 @@ def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
 
 @pytest.mark.fault("F18")
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_killing_workers_at_any_moment_changes_nothing(undisturbed, tmp_path, seed):
     rng = random.Random(seed)
     expected = undisturbed[seed % 2 == 0]

@@ -70,14 +70,9 @@ def source_rows(sizes, *, complete=True, max_epochs=0) -> dict[str, SourceRows]:
     }
 
 
-def chosen(refs: RowRefs, where: np.ndarray) -> RowRefs:
-    columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
-    return RowRefs(*(column[where] for column in columns))
-
-
 def as_list(refs: RowRefs) -> list[tuple[int, ...]]:
     columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    return list(zip(*map(np.ndarray.tolist, columns), strict=True))
 
 
 SIZES = st.lists(st.lists(CHUNKS, min_size=1, max_size=4), min_size=1, max_size=4).map(
@@ -89,21 +84,18 @@ SIZES = st.lists(st.lists(CHUNKS, min_size=1, max_size=4), min_size=1, max_size=
 @given(sizes=SIZES, seed=st.integers(0, 2**40), weight=st.floats(0.1, 5))
 def test_no_row_comes_twice_in_an_epoch_and_none_is_left_out(sizes, seed, weight):
     order = make(dict.fromkeys(sizes, 1.0) | {"a": weight}, sizes=sizes, seed=seed)
-    refs = order.refs_at(0, 6000)
-    for number, name in enumerate(sizes):
+    refs = as_list(order.refs_at(0, 6000))
+    for number, segments in enumerate(sizes.values()):
         every = {
-            (segment, row)
-            for segment, size in enumerate(map(sum, sizes[name]))
-            for row in range(size)
+            (segment, row) for segment, size in enumerate(map(sum, segments)) for row in range(size)
         }
-        mine = chosen(refs, refs.sources == number)
-        assert np.all(np.diff(mine.epochs) >= 0)
-        for epoch in np.unique(mine.epochs).tolist():
-            had = chosen(mine, mine.epochs == epoch)
-            pairs = list(zip(had.segments.tolist(), had.rows.tolist(), strict=True))
-            assert len(set(pairs)) == len(pairs)
-            if epoch < mine.epochs[-1]:
-                assert set(pairs) == every
+        mine = [one[1:] for one in refs if one[0] == number]
+        epochs = [epoch for epoch, *_ in mine]
+        assert epochs == sorted(epochs)
+        for epoch in set(epochs):
+            had = [pair for found, *pair in mine if found == epoch]
+            assert len({*map(tuple, had)}) == len(had)
+            assert epoch == epochs[-1] or {*map(tuple, had)} == every
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,11 +133,8 @@ def test_seeds_sources_segments_and_epochs_shuffle_differently():
     for seed in (0, 1):
         refs = make(sizes=sizes, seed=seed).refs_at(0, 2000)
         for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)]:
-            rows.append(
-                refs.rows[
-                    (refs.sources == key[0]) & (refs.epochs == key[1]) & (refs.segments == key[2])
-                ]
-            )
+            columns = np.stack([refs.sources, refs.epochs, refs.segments], axis=1)
+            rows.append(refs.rows[(columns == key).all(axis=1)])
     assert {len(one) for one in rows} == {200}
     for i, one in enumerate(rows):
         for other in rows[:i]:

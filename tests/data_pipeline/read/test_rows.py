@@ -141,17 +141,6 @@ def test_where_a_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
     assert len(reads) == chunks[1] + chunks[0] + chunks[1]
 
 
-def test_rows_of_more_chunks_than_are_kept_are_the_same(folder, monkeypatch):
-    expected = _read(folder, "plain", 0, chunk_batches=1)[0]
-    prepared, reader = _reader(folder, chunk_batches=1)
-    per_window = prepared.chunks("plain", 0).chunks_per_window
-    monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", 2 - per_window)
-    count = prepared.num_rows("plain", 0)
-    zeros = np.zeros(count, dtype=int)
-    assert np.array_equal(reader.read(zeros, zeros, np.arange(count)).tokens, expected)
-    assert len(reader._loaded[0]) == 2
-
-
 # ---- validation and text of first segments
 
 
@@ -199,7 +188,7 @@ def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path):
         _read(made, "plain", 0, packing="best_fit")
 
 
-_WITHOUT_PANDAS = """\
+_WITHOUT_PANDAS = """
 import sys
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Loader

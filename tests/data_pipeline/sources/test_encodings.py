@@ -6,11 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from small_corpus import documents_by_split
 
 from moebius.data_pipeline.encodings import _ORDER, conversion, guessed, iconv_name
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 
 WIDE = "utf_16 utf_16_le utf_16_be utf_32 utf_32_le utf_32_be"
 # language: a text, and the codecs of Python's that its files are found in
@@ -160,16 +159,12 @@ FILES = {
 @pytest.mark.parametrize("encoding", FILES)
 def test_a_file_is_refused_with_the_command_that_converts_it(encoding: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(FILES[encoding].encode(encoding))
-    config = PrepareConfig(input=(str(tmp_path / "a.txt"),))
-    (split,) = plan_splits(config)
     with pytest.raises(InputError, match=f"iconv -f {encoding} -t UTF-8 OLD > NEW"):
-        list(read_documents(split, config.all_sources[0]))
+        documents_by_split(tmp_path / "a.txt")
 
 
 def test_the_fault_far_behind_the_head_decides(tmp_path: Path) -> None:
     text = "plain words\n" * 200_000 + FILES["KOI8-R"]
     (tmp_path / "a.txt").write_bytes(text.encode("koi8-r"))
-    config = PrepareConfig(input=(str(tmp_path / "a.txt"),))
-    (split,) = plan_splits(config)
     with pytest.raises(InputError, match=r"not UTF-8 .*iconv -f KOI8-R"):
-        list(read_documents(split, config.all_sources[0]))
+        documents_by_split(tmp_path / "a.txt")

@@ -1,6 +1,5 @@
 """Tokenizer files that a stranger wrote, damaged in one place each: one error that names it, at once."""
 
-import copy
 import json
 import os
 from collections.abc import Callable
@@ -51,13 +50,11 @@ def added(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 
 IDS = "ids are whole numbers from 0 to"
+TABLE = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "an id of 2^31": (with_("model/vocab/zz", 2**31), f"'zz' the id 2147483648: {IDS}"),
-    "an id of 2^31 - 1": (with_("model/vocab/zz", 2**31 - 1), IDS),
-    "an id of 2^32 - 1": (with_("model/vocab/zz", 2**32 - 1), IDS),
     "the first id too many": (with_("model/vocab/zz", MAX_ID), IDS),
-    "an id of 10^12": (with_("model/vocab/zz", 10**12), IDS),
     "a negative id": (with_("model/vocab/zz", -1), "'zz' the id -1"),
     "an id in words": (with_("model/vocab/zz", "1"), IDS),
     "an id of true": (with_("model/vocab/zz", True), IDS),
@@ -65,9 +62,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a vocabulary in a list": (with_("model/vocab", []), "tokenizers.*expected a map"),
     "an empty vocabulary": (with_("model/vocab", {}), "out of vocabulary"),
     "merges of unknown tokens": (with_("model/merges", [["qq", "ww"]]), "out of vocabulary"),
-    "merges in words": (with_("model/merges", "a b"), "cannot load it"),
     "no model": (with_("model", None), "cannot load it"),
-    "a model in a list": (with_("model", [1]), "cannot load it"),
     "an unknown model": (with_("model/type", "Foo"), "cannot load it"),
     "words in a WordLevel": (with_("model", {"type": "WordLevel", "vocab": {"a": 2**31}}), IDS),
     "added_tokens of a number": (
@@ -75,38 +70,28 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         "added_tokens is 3, not a list of tokens",
     ),
     "added_tokens of words": (with_("added_tokens", ["a"]), "added_tokens is "),
-    "added_tokens in an object": (with_("added_tokens", {"a": 1}), "added_tokens is "),
     "no added_tokens": (with_("added_tokens", []), "is not a special token"),
     "an added id of 2^31": (added(id=2**31), f"'<x>' the id 2147483648: {IDS}"),
     "an added id in a list": (added(id=[1]), IDS),
     "an added token without an id": (added(id=None), IDS),
     "an added token of a number": (added(id=1, content=3), "expected a string"),
-    "a normaliser of a number": (with_("normalizer", 3), "cannot load it"),
     "normalisers of a number": (
         with_("normalizer", {"type": "Sequence", "normalizers": 3}),
         "cannot",
     ),
     "a table that lies": (
-        with_("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
+        with_("normalizer", TABLE),
         "the precompiled_charsmap of normalizer is damaged",
     ),
     "a table in a sequence": (
-        with_(
-            "normalizer",
-            {
-                "type": "Sequence",
-                "normalizers": [{"type": "Precompiled", "precompiled_charsmap": 1}],
-            },
-        ),
+        with_("normalizer", {"type": "Sequence", "normalizers": [TABLE]}),
         "precompiled_charsmap",
     ),
     "a panic": (
-        with_("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}),
+        with_("normalizer", TABLE | {"precompiled_charsmap": "AAAAAA=="}),
         "cannot encode a text .*index out of bounds",
     ),
     "a broken expression": (with_("pre_tokenizer", SPLIT | {"pattern": {"Regex": "(("}}), "cannot"),
-    "a pre-tokenizer of a number": (with_("pre_tokenizer", 3), "cannot load it"),
-    "another version": (with_("version", "9"), "cannot load it"),
 }
 
 
@@ -119,8 +104,7 @@ def written(folder: Path, **files: str) -> str:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_damaged_tokenizer_json_is_one_error(name: str, tmp_path: Path) -> None:
     change, message = CHANGES[name]
-    described = copy.deepcopy(json.loads(whole()))
-    change(described)
+    change(described := json.loads(whole()))
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(InputError, match=message):
         open_tokenizer(str(tmp_path)).encode_batch(["the cat"])

@@ -72,11 +72,6 @@ def test_a_model_without_an_end_of_sentence_needs_a_name():
     assert SentencePieceTokenizer(model, end_of_document="<doc>").end_of_document == "<doc>"
 
 
-def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(UnicodeEncodeError):
-        SentencePieceTokenizer(MODEL).encode_batch(["\ud800"])
-
-
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not a SentencePiece model"):
         SentencePieceTokenizer(b"no model")
