@@ -7,12 +7,14 @@ One world runs many cases, because starting it costs more than they do.
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dispatch_cases import (
     EXPERTS,
     KINDS,
@@ -20,16 +22,22 @@ from dispatch_cases import (
     SCENES,
     TOP_K,
     WIDTH,
+    Case,
     case,
     dispatcher_of,
     echo,
     local_results,
+    outbox_for,
     own_layer,
     run_layer,
+    run_pass,
     scene_case,
+    shuffled,
     world,
     worst,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import all_equal
 from pairwise import every_pair, slow_but
 from torch import Tensor
@@ -50,6 +58,8 @@ from moebius.distributed.dispatch.exchange import (
 )
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.dispatch.table import DISPATCHERS, needs_outbox
+from moebius.kernels.functional import routed_mlp
+from moebius.model.routing import Routes, token_routes
 
 NAMES = tuple(DISPATCHERS)
 Choice = tuple[str, str, str]  # scene, kind of routes, dispatcher
@@ -368,6 +378,138 @@ def not_a_number() -> dict[str, tuple[bool, bool]]:
 def test_nan_gate_weights_spoil_their_own_token_only() -> None:
     for found in run_ranks(not_a_number, 4):
         assert set(found.values()) == {(True, True)}
+
+
+# Drawn routings.
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens of every rank, experts per rank, experts per token, how skewed, which seed."""
+
+    tokens: tuple[int, ...]
+    share: int
+    top_k: int
+    skew: float
+    seed: int
+    kind: str
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> Drawn:
+    share = draw(st.integers(1, 3))
+    return Drawn(
+        tokens=tuple(draw(st.lists(st.integers(0, 9), min_size=3, max_size=3))),
+        share=share,
+        top_k=draw(st.integers(1, 3 * share)),  # K = E and E = ep among them
+        skew=draw(st.sampled_from([0.0, 1.0, 8.0])),
+        seed=draw(st.integers(0, 10**6)),
+        kind=draw(st.sampled_from(["token", "dropped", "irregular"])),
+    )
+
+
+def drawn_case(drawn: Drawn, rank: int) -> Case:
+    generator = torch.Generator().manual_seed(drawn.seed + rank)
+    num_experts, tokens = 3 * drawn.share, drawn.tokens[rank]
+    popularity = -drawn.skew * torch.arange(num_experts).float().add(1).log()  # Zipf
+    noise = -torch.rand(tokens, num_experts, generator=generator).log().neg().log()
+    experts = (popularity + noise).argsort(-1, descending=True)[:, : drawn.top_k]
+    weights = torch.rand(experts.shape, generator=generator).double()
+    routes = token_routes(experts, weights, num_experts=num_experts)
+    if drawn.kind == "dropped":
+        routes = routes.kept(torch.rand(len(routes.expert_N), generator=generator) < 0.5)
+    if drawn.kind == "irregular" and tokens:
+        routes = shuffled(replace(routes, per_source=0, per_target=0), generator)
+    return Case(
+        torch.randn(tokens, 4, generator=generator).double(), routes, torch.ones(tokens, 4).double()
+    )
+
+
+def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
+    """Each dispatcher's error in each case against a loop over routes; experts multiply by (expert + 1)."""
+    out = []
+    with world() as (process, group, node_groups):
+        for drawn in batch:
+            given, found = drawn_case(drawn, process.rank), {}
+            expected = torch.zeros_like(given.grad)
+            for n, expert in enumerate(given.routes.expert_N.tolist()):
+                answer = given.routes.weight_N[n] * (expert + 1) * given.x[given.routes.source_N[n]]
+                expected[given.routes.target_N[n]] += answer
+            for name in NAMES:
+                nodes = node_groups if name == "hierarchical" else None
+                dispatcher: Any = make_dispatcher(
+                    name,
+                    group,
+                    nodes=nodes,
+                    check_every=1,
+                    outbox=outbox_for(name, group),
+                )
+                experts = partial(scaled, first_expert=process.rank * drawn.share)
+                y = run_pass(dispatcher, given.x, given.routes, experts)
+                served = torch.tensor(
+                    [dispatcher.setup.counters.routes_served, -len(given.routes.expert_N)]
+                )
+                dist.all_reduce(served)
+                conserved = served.sum().item() == 0
+                found[name] = (
+                    (y - expected).abs().max().item()
+                    if conserved and len(y)
+                    else float(not conserved)
+                )
+            out.append(found)
+    return out
+
+
+def scaled(x: Tensor, routes: Routes, first_expert: int) -> Tensor:
+    return echo(x, routes.with_weights(routes.weight_N * (routes.expert_N + first_expert + 1)))
+
+
+@settings(max_examples=2)
+@given(st.lists(drawn_cases(), min_size=3, max_size=3))
+def test_drawn_routings_lose_no_route_and_equal_a_loop(batch: list[Drawn]) -> None:
+    for results in run_ranks(drawn_on_ranks, 3, batch):
+        for drawn, found in zip(batch, results, strict=True):
+            assert {name: value for name, value in found.items() if value > 1e-12} == {}, drawn
+
+
+# Gradients.
+
+
+def gradients_by_differences() -> dict[str, bool]:
+    out = {}
+    with world() as (process, group, nodes):
+        generator = torch.Generator().manual_seed(process.rank)
+        w_up = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
+        w_down = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
+        chosen = torch.tensor([[0, 3], [2, 1], [3, 2]])
+        x = torch.randn(3, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+        weights = torch.rand(6, dtype=torch.float64, generator=generator, requires_grad=True)
+        routes = token_routes(chosen, weights.view(3, 2), num_experts=4)
+
+        def experts(x_UD: Tensor, routes: Routes) -> Tensor:
+            return routed_mlp(x_UD, w_up, w_down, routes, activation="silu", backend="reference")
+
+        for name in NAMES:
+            dispatcher = make_dispatcher(
+                name,
+                group,
+                nodes=nodes if name == "hierarchical" else None,
+                outbox=outbox_for(name, group),
+            )
+
+            def layer(x: Tensor, weights: Tensor, dispatcher=dispatcher) -> Tensor:
+                return run_pass(dispatcher, x, routes.with_weights(weights), experts)
+
+            out[name] = torch.autograd.gradcheck(layer, (x, weights))
+            [first] = torch.autograd.grad((layer(x, weights) ** 2).sum(), [x], create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                first.sum().backward()
+    return out
+
+
+def test_gradients_equal_differences_on_two_ranks() -> None:
+    for found in run_ranks(gradients_by_differences, 2, timeout_s=120):
+        assert found == dict.fromkeys(NAMES, True)
 
 
 # What is counted.
