@@ -19,9 +19,9 @@ from moebius.distributed.checkpoint.pieces import PublishedFolder, cut
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.train.families import table
-from moebius.train.families.family import Family, Layout, Rule
+from moebius.train.families.family import Arrangement, Family, Rule
 from moebius.train.families.import_run import import_folder
-from moebius.train.families.keys import Key, Only
+from moebius.train.families.keys import ConfigKey, Only
 from moebius.train.families.mixtral import MIXTRAL
 from moebius.train.families.table import FAMILY, open_family, pieces_of
 
@@ -298,7 +298,7 @@ def planted_rules(family: Family) -> Iterator[tuple[str, Family]]:
         if layout.axes is not None:
             errors["not turned"] = replace(rule, layout=replace(layout, axes=None))
         elif rule.ours.endswith(".weight") and "norm" not in rule.ours:
-            errors["turned"] = replace(rule, layout=Layout((1, 0), layout.half, layout.dim))
+            errors["turned"] = replace(rule, layout=Arrangement((1, 0), layout.half, layout.dim))
         for what, wrong in errors.items():
             rules = (*family.rules[:number], wrong, *family.rules[number + 1 :])
             yield f"{rule.published} is {what}", replace(family, rules=rules)
@@ -358,7 +358,7 @@ def test_an_error_in_any_key_is_noticed(name: str) -> None:
         if isinstance(part, Only) and not part.value:
             continue  # another value is refused as that of an unknown key, too
         assert differs(replace(family, parts=others), family, config, part), part
-        if not isinstance(part, Key):
+        if not isinstance(part, ConfigKey):
             continue
         wrong = replace(part, name=f"{part.name}x", also=())
         parts = (*family.parts[:number], wrong, *family.parts[number + 1 :])

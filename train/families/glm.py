@@ -6,7 +6,7 @@ ERNIE scores by softmax; its bias, too, chooses and never weighs.
 from typing import Any
 
 from . import family as f
-from .keys import Dotted, Key, Only, Own, Reader, Rotary, UnfitError
+from .keys import ConfigKey, Dotted, Only, Own, Reader, Rotary, UnfitError
 
 GLM4 = f.Family(
     ("glm4_moe",),
@@ -15,8 +15,8 @@ GLM4 = f.Family(
         *f.DENSE_ATTENTION,
         *f.V3_GATE,
         Rotary(share=0.5),
-        Key("attention_bias", "attention.bias", bool, {False: "none", True: "qkv"}),
-        Key("use_qk_norm", "attention.qk_norm", bool, {False: False, True: "per_head"}),
+        ConfigKey("attention_bias", "attention.bias", bool, {False: "none", True: "qkv"}),
+        ConfigKey("use_qk_norm", "attention.qk_norm", bool, {False: False, True: "per_head"}),
     ),
     constants=f.FIXED_BIAS,
     defaults=dict(vocab_size=151552, hidden_size=4096, intermediate_size=10944)
@@ -65,11 +65,11 @@ ERNIE = f.Family(
         f.BALANCE,
         Rotary(500000.0),
         Own(_sparse_layers, _write_sparse_layers),
-        Key("moe_num_experts", f.NUM_EXPERTS, also=("num_experts",)),
-        Key("moe_k", f.TOP_K, also=("num_experts_per_tok",)),
-        Key("moe_intermediate_size", f.D_EXPERT),
-        Key("intermediate_size", f.D_DENSE),
-        Key("moe_num_shared_experts", "feed_forward.num_shared_experts"),
+        ConfigKey("moe_num_experts", f.NUM_EXPERTS, also=("num_experts",)),
+        ConfigKey("moe_k", f.TOP_K, also=("num_experts_per_tok",)),
+        ConfigKey("moe_intermediate_size", f.D_EXPERT),
+        ConfigKey("intermediate_size", f.D_DENSE),
+        ConfigKey("moe_num_shared_experts", "feed_forward.num_shared_experts"),
         *(Only("moe_norm_min", 1e-12), Only("use_bias", False)),
         *(Only("moe_gate", "topk"), Only("moe_use_aux_free", True)),
     ),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import family as f
-from .keys import Dotted, Key, Only, Own, Reader, Rotary, UnfitError
+from .keys import ConfigKey, Dotted, Only, Own, Reader, Rotary, UnfitError
 
 MIXTRAL = f.Family(
     ("mixtral",),
@@ -12,9 +12,9 @@ MIXTRAL = f.Family(
         *f.DENSE_ATTENTION,
         *f.TOKEN_CHOICE,
         Rotary(1e6),
-        Key("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
-        Key("intermediate_size", f.D_EXPERT),
-        Key("sliding_window", "attention.window", null=True),
+        ConfigKey("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
+        ConfigKey("intermediate_size", f.D_EXPERT),
+        ConfigKey("sliding_window", "attention.window", null=True),
         Only("router_jitter_noise", 0.0),
     ),
     constants={
@@ -64,8 +64,8 @@ OLMOE = f.Family(
         f.QKVO_BIAS,
         f.RENORMALISE,
         Rotary(),
-        Key("num_experts", f.NUM_EXPERTS, also=("num_local_experts",)),
-        Key("intermediate_size", f.D_EXPERT),
+        ConfigKey("num_experts", f.NUM_EXPERTS, also=("num_local_experts",)),
+        ConfigKey("intermediate_size", f.D_EXPERT),
         Only("clip_qkv", None),
     ),
     constants={"attention.qk_norm": "all_heads", "feed_forward.router.kind": "token_choice"},
