@@ -46,7 +46,7 @@ from ..recipes.hub import settings_words
 from ..recipes.smoke import RECIPES
 from ..state import TrainingProgress
 from .family import Rule
-from .start import origin_of_folder
+from .start import weights_in_folder
 from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
@@ -201,18 +201,18 @@ def import_folder(
     """
     refuse_existing(out)
     plan = open_family(folder, family)
-    origin = origin_of_folder(plan, given=str(folder.absolute()))
-    tokenizer = {**origin.sections.tokenizer, "tokenizer": str(out.absolute() / SOURCE_FILES)}
-    sections = replace(origin.sections, tokenizer=tokenizer)
+    weights = weights_in_folder(plan, given=str(folder.absolute()))
+    tokenizer = {**weights.sections.tokenizer, "tokenizer": str(out.absolute() / SOURCE_FILES)}
+    sections = replace(weights.sections, tokenizer=tokenizer)
     recipes, whose = RECIPES, f"those of {name}"
     if name is None:
-        name, recipes, whose = origin.recipe, origin.recipes, origin.whose
+        name, recipes, whose = weights.recipe, weights.recipes, weights.whose
     config = resolve(name, overrides, recipes, start=sections)
-    if shapes_of(config.model) != origin.shapes:
+    if shapes_of(config.model) != weights.shapes:
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
-    state = {each: partial(plan.tensor, each) for each in origin.shapes}
+    state = {each: partial(plan.tensor, each) for each in weights.shapes}
     notes = f"{plan}\n  {settings_words(config, whose)}"
-    return _write_run(out, config, state, notes, origin.source)
+    return _write_run(out, config, state, notes, weights.source)
 
 
 def _write_run(

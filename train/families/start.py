@@ -53,7 +53,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Start:
-    """A run's configuration, and what it starts from instead of drawn weights."""
+    """Holds a run's configuration, and what it starts from instead of drawn weights."""
 
     config: Config
     source: Source
@@ -61,11 +61,11 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What `--from` names."""
+class GivenWeights:
+    """Holds what `--from` names: where the weights are, and what comes with them."""
 
     source: Source
-    shapes: Shapes  # of the weights, by name
+    shapes: Shapes  # by name
     sections: StartSections
     recipe: str  # to use if none is named
     recipes: Mapping[str, Callable[[], Config]]
@@ -101,33 +101,32 @@ def start_from(
     trust(overrides)
     if name is not None and not name.endswith(".json"):
         base_values(name, RECIPES)  # the user has named what it names
-    origin, is_named = _origin_of(given, family), name is not None
-    name = name or origin.recipe
-    recipes = _recipes(name) if is_named else origin.recipes
-    is_other = not is_named and _names_other_text(origin, overrides)
+    weights, is_named = _given_weights(given, family), name is not None
+    name = name or weights.recipe
+    recipes = _recipes(name) if is_named else weights.recipes
+    is_other = not is_named and _names_other_text(weights, overrides)
     if is_other:
         base = _reading(recipes[name](), "")  # the run's own folder holds its own text
-        name, recipes = origin.source.path, {origin.source.path: lambda: base}
-    if origin.trunk is not None:
-        config = resolve(name, overrides, recipes, start=origin.sections if is_other else None)
-        return _branch(origin.source, origin.trunk, config, draw_anew)
-    config = resolve(name, overrides, recipes, start=origin.sections)
-    source = _with_tokenizer(_fitted(origin, config.model, draw_anew), config)
-    _check_tokenizer(config, source, origin.sections)
-    notes, model = list(origin.notes), origin.sections.model
+        name, recipes = weights.source.path, {weights.source.path: lambda: base}
+    if weights.trunk is not None:
+        config = resolve(name, overrides, recipes, start=weights.sections if is_other else None)
+        return _branch(weights.source, weights.trunk, config, draw_anew)
+    config = resolve(name, overrides, recipes, start=weights.sections)
+    source = _with_tokenizer(_fitted(weights, config.model, draw_anew), config)
+    _check_tokenizer(config, source, weights.sections)
+    notes, model = list(weights.notes), weights.sections.model
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
         notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
     if source.kind == "folder":
-        notes.append(settings_words(config, f"those of {name}" if is_named else origin.whose))
+        notes.append(settings_words(config, f"those of {name}" if is_named else weights.whose))
     return Start(config, source, tuple(notes))
 
 
-def _names_other_text(origin: Origin, overrides: Sequence[str]) -> bool:
+def _names_other_text(weights: GivenWeights, overrides: Sequence[str]) -> bool:
     """Returns whether a run from a checkpoint reads other text, as a branch does only if asked."""
     keys = {override.partition("=")[0].strip() for override in overrides}
-    may = (
-        origin.source.step is not None if origin.trunk is None else "data.override_position" in keys
-    )
+    is_checkpoint = weights.source.step is not None
+    may = is_checkpoint if weights.trunk is None else "data.override_position" in keys
     return may and not keys.isdisjoint({"prepare.input", "prepare.sources", "data.directory"})
 
 
@@ -142,7 +141,7 @@ def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
     return {name: lambda: Config.load(Path(name))} if name.endswith(".json") else RECIPES
 
 
-def _origin_of(given: str, family: str | None) -> Origin:
+def _given_weights(given: str, family: str | None) -> GivenWeights:
     if given.startswith("hf://"):
         return _on_hub(given, family)
     path, step = run_and_step(given)
@@ -169,7 +168,7 @@ def _is_published(path: Path) -> bool:
     return config is not None and ('"model_type"' in config or any(path.glob("*.safetensors")))
 
 
-def _on_hub(given: str, family: str | None) -> Origin:
+def _on_hub(given: str, family: str | None) -> GivenWeights:
     """Returns a folder of the hub's cache, after it was fetched unless HF_HUB_OFFLINE is set."""
     match = _HUB.fullmatch(given)
     if match is None:
@@ -191,17 +190,17 @@ def _on_hub(given: str, family: str | None) -> Origin:
     return _in_folder(Path(path), family, given=f"hf://{match[1]}@{Path(path).name}")
 
 
-def _in_folder(path: Path, family: str | None, *, given: str) -> Origin:
+def _in_folder(path: Path, family: str | None, *, given: str) -> GivenWeights:
     """Returns a folder of published weights, of which every rank reads its own pieces."""
     plan = open_family(path, family)
-    origin = origin_of_folder(plan, given=given)
-    wanted = {f"model.{piece.name}": origin.shapes[piece.name] for piece in plan.pieces}
+    weights = weights_in_folder(plan, given=given)
+    wanted = {f"model.{piece.name}": weights.shapes[piece.name] for piece in plan.pieces}
     refuse_gaps(str(path), plan.pieces, wanted)
     pieces = tuple(pieces_to_json(plan.pieces))
-    return replace(origin, source=origin.source.model_copy(update={"pieces": pieces}))
+    return replace(weights, source=weights.source.model_copy(update={"pieces": pieces}))
 
 
-def origin_of_folder(plan: FolderPlan, *, given: str) -> Origin:
+def weights_in_folder(plan: FolderPlan, *, given: str) -> GivenWeights:
     """Returns a folder of published weights, with its model and its tokenizer."""
     path, model = str(plan.folder.path.absolute()), plan.model
     source = Source(
@@ -218,10 +217,10 @@ def origin_of_folder(plan: FolderPlan, *, given: str) -> Origin:
     sections = StartSections(model.model_dump(mode="json"), tokenizer)
     name, whose, config = continuation(model, plan.longest, RECIPES)
     recipes = {name: lambda: config}
-    return Origin(source, shapes_of(model), sections, name, recipes, plan.notes, whose=whose)
+    return GivenWeights(source, shapes_of(model), sections, name, recipes, plan.notes, whose=whose)
 
 
-def _in_checkpoint(path: Path, step: int | None) -> Origin:
+def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
     """Returns a checkpoint, with the model and the tokenizer of its run."""
     checkpoint = find_checkpoint(path, step)
     stored = open_checkpoint(checkpoint)
@@ -237,14 +236,14 @@ def _in_checkpoint(path: Path, step: int | None) -> Origin:
         digest=stored.manifest.digest,
         tokenizer=data.get("tokenizer_sha256"),
     )
-    weights = {
+    shapes = {
         name.removeprefix("model."): tensor.shape
         for name, tensor in stored.index.tensors.items()
         if name.startswith("model.")
     }
     trunk = None if step is None else config
-    return Origin(
-        source, weights, _sections_of(config), recipe, {recipe: lambda: config}, trunk=trunk
+    return GivenWeights(
+        source, shapes, _sections_of(config), recipe, {recipe: lambda: config}, trunk=trunk
     )
 
 
@@ -286,7 +285,7 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
 # Fitting ------------------------------------------------------------------------------------------
 
 
-def _fitted(origin: Origin, model: ModelConfig, draw_anew: Sequence[str]) -> Source:
+def _fitted(weights: GivenWeights, model: ModelConfig, draw_anew: Sequence[str]) -> Source:
     """Returns the source with the names that are drawn anew and ignored.
 
     Raises:
@@ -296,23 +295,23 @@ def _fitted(origin: Origin, model: ModelConfig, draw_anew: Sequence[str]) -> Sou
     drawn = {name for pattern in draw_anew for name in _matching(pattern, shapes)}
     wanted = {name: shape for name, shape in shapes.items() if name not in drawn}
     problems = [
-        f"{name} is {list(origin.shapes[name])} there and {list(shape)} here"
-        if name in origin.shapes
+        f"{name} is {list(weights.shapes[name])} there and {list(shape)} here"
+        if name in weights.shapes
         else f"it lacks {name} {list(shape)}"
         for name, shape in wanted.items()
-        if origin.shapes.get(name) != shape
+        if weights.shapes.get(name) != shape
     ]
     if problems:
         listed = some_of(problems, between="\n  ", most=1000)
         raise ConfigError(
-            f"--from {origin.source.given}: does not fit the model:\n  {listed}\nleave the keys of model.* "
+            f"--from {weights.source.given}: does not fit the model:\n  {listed}\nleave the keys of model.* "
             "that change parameters as they are there, or draw these anew: --draw-anew PATTERN"
         )
-    ignored = origin.shapes.keys() - shapes.keys()
-    return origin.source.model_copy(
+    ignored = weights.shapes.keys() - shapes.keys()
+    return weights.source.model_copy(
         update={
             "drawn": tuple(sorted(drawn)),
-            "ignored": (*origin.source.ignored, *sorted(ignored)),
+            "ignored": (*weights.source.ignored, *sorted(ignored)),
         }
     )
 
