@@ -1,4 +1,4 @@
-"""Exports checkpoints to other formats, and imports published weights.
+"""Exports checkpoints to other formats.
 
 Importing a module of this package makes the package the attribute `export` of moebius, where the
 function of that name was. So the package can be called like the function.

@@ -38,7 +38,6 @@ from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
 from moebius.train.loss import micro_batch_loss
-from moebius.train.recipes.family import FAMILY
 from moebius.train.recipes.hub import HUB_SMALL
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
@@ -243,17 +242,6 @@ def test_a_depth_that_changes_is_resumed_and_equals_runs_of_fixed_depths(
     for step, line in go(parted, 6).items():
         for name in ("loss", "regularisation", "grad_norm"):
             assert line[name] == expected[step][name]
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_every_recipe_of_the_family_can_be_placed_on_four_ranks(name: str) -> None:
-    _, recipe = FAMILY[name]
-    for ep in (1, 2, 4):
-        config = Config.model_validate(recipe().model_dump() | {"mesh": {"ep": ep}})
-        config.check_world(RANKS)
-        with torch.device("meta"):
-            model = Transformer(config.model)
-        assert not any(len(model.get_parameter(each)) % ep for each in expert_names(model))
 
 
 # A selection bias, mean logits of a transition, halting, groups of sequences, a random second

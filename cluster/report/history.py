@@ -19,7 +19,7 @@ END_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
-class Start:
+class GenerationStart:
     """Records where a generation began to train."""
 
     generation: int
@@ -52,7 +52,7 @@ class History:
     learning_rate: dict[int, float] = field(default_factory=dict)
     hottest: dict[int, float] = field(default_factory=dict)  # the most loaded expert ÷ mean
     load: ExpertLoad | None = None  # at the newest step that has experts
-    starts: list[Start] = field(default_factory=list)
+    starts: list[GenerationStart] = field(default_factory=list)
     last: Mapping[str, Any] = field(default_factory=dict)  # the newest "train" line, whole
     _expert_depths: tuple[int, ...] = ()
 
@@ -62,7 +62,7 @@ class History:
         return self.last.get("step")
 
     @property
-    def restarts(self) -> list[Start]:
+    def restarts(self) -> list[GenerationStart]:
         """Returns all starts but the first."""
         return self.starts[1:]
 
@@ -76,7 +76,7 @@ class History:
     def _add_start(self, line: Mapping[str, Any]) -> None:
         self._expert_depths = tuple(line.get("expert_depths", ()))
         self.starts.append(
-            Start(
+            GenerationStart(
                 line.get("generation", 0),
                 line.get("resumed_from_step"),
                 self.step,

@@ -20,7 +20,7 @@ from rich.text import Text
 from ...train.record.untrusted import read_text
 from ..job import CONFIG, JobStatus, Journal, State
 from .data_progress import duration, last_record, progress_words
-from .history import History, Start, read_history
+from .history import GenerationStart, History, read_history
 
 PICTURE = "summary.png"
 
@@ -112,7 +112,7 @@ def _restarts(status: JobStatus, history: History) -> str:
     return "; ".join([words, *map(describe_start, history.restarts[-1:])])
 
 
-def describe_start(start: Start) -> str:
+def describe_start(start: GenerationStart) -> str:
     """Describes where a generation resumed the run."""
     step = start.resumed_from
     where = "the beginning" if step is None else f"the checkpoint of step {step}"

@@ -132,17 +132,16 @@ def export(
     origin = origin_of(run_dir, config.model) if layout == "hf" else None
     if origin is None:
         dtype = dtype or dtype_before(run_dir)
+        if layout == "hf":
+            check_promises(config.model)
     tokenizer, words, files = None, "no tokenizer, as requested", dict[str, bytes]()
     if layout == "safetensors":
         words = "no code and no tokenizer: other programs read the weights by their keys"
     elif origin is not None and origin.files:
         files = original_files(origin)
         words = f"{len(files)} files of the published folder that the run began with"
-    else:
-        if origin is None:
-            check_promises(config.model)
-        if with_tokenizer:
-            tokenizer, words = _tokenizer_of(config, stored)
+    elif with_tokenizer:
+        tokenizer, words = _tokenizer_of(config, stored)
     texts = {}
     if tokenizer is not None:
         texts = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
@@ -153,13 +152,7 @@ def export(
     size = sum(file.num_bytes for file in stored.manifest.files.values())
     stored = open_verified(source, start_progress("checking the checkpoint", size))
     if layout == "safetensors":
-        values = {
-            "step": stored.meta.step,
-            "dtype": _name_of(dtype or "fp32"),
-            "max_position_embeddings": config.data.seq_len,
-            "model": config.model.model_dump(mode="json"),
-        }
-        texts["config.json"] = json.dumps(values, indent=2) + "\n"
+        texts["config.json"] = _bare_config(stored, config, dtype or "fp32")
     elif origin is not None:
         end = None if tokenizer is None else tokenizer.end_of_document_id
         texts["config.json"] = family_config(origin, dtype, config.data.seq_len, end)
@@ -172,6 +165,17 @@ def export(
             write_synced(folder / name, text)
     num_keys = sum(map(len, plan.values()))
     return Exported(stored.meta.step, list(plan), num_keys, num_bytes_of(plan), words)
+
+
+def _bare_config(stored: StoredCheckpoint, config: Config, dtype: Precision) -> str:
+    """Returns config.json of weights that lie without code: what reading them back needs."""
+    values = {
+        "step": stored.meta.step,
+        "dtype": _name_of(dtype),
+        "max_position_embeddings": config.data.seq_len,
+        "model": config.model.model_dump(mode="json"),
+    }
+    return json.dumps(values, indent=2) + "\n"
 
 
 def _name_of(dtype: Precision) -> str:

@@ -22,8 +22,8 @@ from moebius.model.documents import Documents, mark_documents
 from moebius.model.transformer import Transformer
 from moebius.train.config.keys import known_keys
 from moebius.train.config.run_config import Config
-from moebius.train.families.family import Family, same_function
-from moebius.train.families.keys import UnfitError
+from moebius.train.families.family import Arrangement, Family, Rule, same_function
+from moebius.train.families.keys import ConfigKey, UnfitError
 from moebius.train.families.table import FAMILIES, FAMILY, family_of, open_family, pieces_of
 from moebius.train.recipes.hub import HUB_SMALL
 
@@ -346,6 +346,13 @@ def test_sparse_layers_of_ernie_lie_at_intervals() -> None:
         model, _ = family.read(config | dict(zip(keys, (interval, start, end), strict=True)))
         assert model.sparse_members == wanted
         assert family_of(model) is family
+
+
+def test_imports_from_the_former_place_still_work() -> None:
+    from moebius.export.families import family, keys, mixtral
+
+    assert (family.Rule, family.Layout, keys.Key) == (Rule, Arrangement, ConfigKey)
+    assert mixtral.MIXTRAL is FAMILY.get("mixtral")
 
 
 def test_kimi_is_deepseek_and_a_model_of_moebius_is_of_no_family() -> None:

@@ -63,7 +63,6 @@ def differ(config: Config, difference: str) -> Config:
 @pytest.mark.parametrize(
     ("difference", "told"),
     [
-        ("nothing", "assembled"),
         ("config", "config mesh.ep: 2 on rank 0; 1 on rank 1"),
         ("code", "0123456789abcdef on rank 1"),
         (

@@ -3,9 +3,9 @@
 from typing import Any
 
 from . import family as f
-from .keys import Dotted, Key, Only, Own, Reader, Rotary
+from .keys import ConfigKey, Dotted, Only, Own, Reader, Rotary
 
-_METHODS = Key("topk_method", "", str, {"greedy": False, "group_limited_greedy": True})
+_METHODS = ConfigKey("topk_method", "", str, {"greedy": False, "group_limited_greedy": True})
 _GROUPS = ("feed_forward.router.num_groups", "feed_forward.router.kept_groups")
 
 
@@ -22,14 +22,16 @@ def _write_groups(model: Dotted) -> dict[str, Any]:
 
 
 _LATENT = (
-    Key("num_key_value_heads", "attention.num_heads", null=True),  # they are equal; the next counts
+    ConfigKey(
+        "num_key_value_heads", "attention.num_heads", null=True
+    ),  # they are equal; the next counts
     *f.SIZES,
-    Key("qk_nope_head_dim", "attention.d_head"),
-    Key("qk_rope_head_dim", "attention.d_rotary"),
-    Key("v_head_dim", "attention.d_value"),
-    Key("q_lora_rank", "attention.q_rank", null=True),
-    Key("kv_lora_rank", "attention.kv_rank"),
-    Key("attention_bias", "attention.bias", bool),
+    ConfigKey("qk_nope_head_dim", "attention.d_head"),
+    ConfigKey("qk_rope_head_dim", "attention.d_rotary"),
+    ConfigKey("v_head_dim", "attention.d_value"),
+    ConfigKey("q_lora_rank", "attention.q_rank", null=True),
+    ConfigKey("kv_lora_rank", "attention.kv_rank"),
+    ConfigKey("attention_bias", "attention.bias", bool),
     Rotary(latent=True),
     Only("moe_layer_freq", 1),
 )
@@ -89,7 +91,7 @@ V3 = f.Family(
         *f.V3_GATE,
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
-        Key("rope_interleave", _PAIRS, bool, {True: "neighbours", False: "halves"}),
+        ConfigKey("rope_interleave", _PAIRS, bool, {True: "neighbours", False: "halves"}),
     ),
     constants=_CONSTANTS,
     defaults=_DEFAULTS

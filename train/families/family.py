@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from ...distributed.checkpoint.pieces import Piece
 from ...model.config.model_config import ModelConfig
-from .keys import Balance, Dotted, Key, Only, Own, Part, Reader, UnfitError, in_words_of
+from .keys import Balance, ConfigKey, Dotted, Only, Own, Part, Reader, UnfitError, in_words_of
 
 # Names of tensors --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """Says how a published tensor lies in one of ours."""
 
     axes: tuple[int, ...] | None = None  # as of a `Piece`; none: our order
@@ -28,13 +28,13 @@ class Layout:
     step: int = 1  # above 1: its entries lie interleaved with those of the other half
 
 
-SAME = Layout()
-FIRST, SECOND = Layout(half=0), Layout(half=1)  # rows
-LEADING_ONE = Layout(axes=(-1, 0))  # (1, E) of our (E,)
-BANK = Layout(axes=(0, 2, 1))  # (E, out, in) of our (E, in, out)
-EXPERT = Layout(axes=(2, 1))  # (out, in)
-EXPERT_FIRST, EXPERT_SECOND = (Layout(axes=(2, 1), half=half, dim=2) for half in (0, 1))
-EVEN, ODD = (Layout(half=half, dim=-1, step=2) for half in (0, 1))  # columns
+SAME = Arrangement()
+FIRST, SECOND = Arrangement(half=0), Arrangement(half=1)  # rows
+LEADING_ONE = Arrangement(axes=(-1, 0))  # (1, E) of our (E,)
+BANK = Arrangement(axes=(0, 2, 1))  # (E, out, in) of our (E, in, out)
+EXPERT = Arrangement(axes=(2, 1))  # (out, in)
+EXPERT_FIRST, EXPERT_SECOND = (Arrangement(axes=(2, 1), half=half, dim=2) for half in (0, 1))
+EVEN, ODD = (Arrangement(half=half, dim=-1, step=2) for half in (0, 1))  # columns
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rule:
 
     ours: str  # "group.{L}.attention.query.weight"
     published: str  # "model.layers.{L}.self_attn.q_proj.weight"; {E}: one tensor per expert
-    layout: Layout = SAME
+    layout: Arrangement = SAME
 
     def pieces(self, name: str, shape: Sequence[int]) -> Iterator[Piece]:
         """Yields the published tensors of our tensor `name`."""
@@ -62,7 +62,7 @@ class Rule:
 
 
 def in_layers(
-    names: Mapping[str, str | tuple[str, Layout]], theirs: str = "", ours: str = ""
+    names: Mapping[str, str | tuple[str, Arrangement]], theirs: str = "", ours: str = ""
 ) -> tuple[Rule, ...]:
     """Returns rules of a layer's tensors under two prefixes: published name to ours."""
     layouts = {key: (name, SAME) if isinstance(name, str) else name for key, name in names.items()}
@@ -134,28 +134,28 @@ _DECODER = {  # of every family: pre-norm decoders that repeat no layer
     "initialisation.kind": "normal",
 }
 SIZES = (
-    Key("vocab_size", "vocab_size"),
-    Key("hidden_size", "d_model"),
-    Key("num_hidden_layers", "num_layers"),
-    Key("num_hidden_layers", "layers_per_group"),
-    Key("num_attention_heads", "attention.num_heads"),
-    Key("rms_norm_eps", "norm_eps", float),
-    Key("tie_word_embeddings", "tied_head", bool),
-    Key("initializer_range", "initialisation.std", float),
+    ConfigKey("vocab_size", "vocab_size"),
+    ConfigKey("hidden_size", "d_model"),
+    ConfigKey("num_hidden_layers", "num_layers"),
+    ConfigKey("num_hidden_layers", "layers_per_group"),
+    ConfigKey("num_attention_heads", "attention.num_heads"),
+    ConfigKey("rms_norm_eps", "norm_eps", float),
+    ConfigKey("tie_word_embeddings", "tied_head", bool),
+    ConfigKey("initializer_range", "initialisation.std", float),
     Only("hidden_act", "silu"),
     Only("attention_dropout", 0.0),
 )
 DENSE_ATTENTION = (
     *SIZES,
-    Key("num_key_value_heads", "attention.num_kv_heads", null=True),
-    Key("head_dim", "attention.d_head"),
+    ConfigKey("num_key_value_heads", "attention.num_kv_heads", null=True),
+    ConfigKey("head_dim", "attention.d_head"),
 )
-QKVO_BIAS = Key("attention_bias", "attention.bias", bool, {False: "none", True: "qkvo"})
+QKVO_BIAS = ConfigKey("attention_bias", "attention.bias", bool, {False: "none", True: "qkvo"})
 TOP_K, NUM_EXPERTS = "feed_forward.router.top_k", "feed_forward.num_experts"
 D_EXPERT, D_DENSE = "feed_forward.d_expert", "feed_forward.d_feed_forward"
-RENORMALISE = Key("norm_topk_prob", "feed_forward.router.renormalise", bool)
+RENORMALISE = ConfigKey("norm_topk_prob", "feed_forward.router.renormalise", bool)
 BALANCE = Balance("router_aux_loss_coef")
-TOKEN_CHOICE = (Key("num_experts_per_tok", TOP_K, also=("experts_per_token",)), BALANCE)
+TOKEN_CHOICE = (ConfigKey("num_experts_per_tok", TOP_K, also=("experts_per_token",)), BALANCE)
 
 
 def _first_dense(reader: Reader) -> dict[str, Any]:
@@ -170,20 +170,20 @@ def _write_first_dense(model: Dotted) -> dict[str, Any]:
 
 
 DEEPSEEK_GATE = (
-    Key("n_routed_experts", NUM_EXPERTS, also=("num_local_experts", "num_experts")),
-    Key("num_experts_per_tok", TOP_K),
-    Key("moe_intermediate_size", D_EXPERT),
-    Key("intermediate_size", D_DENSE),
-    Key("n_shared_experts", "feed_forward.num_shared_experts"),
-    Key("routed_scaling_factor", "feed_forward.router.route_scale", float),
+    ConfigKey("n_routed_experts", NUM_EXPERTS, also=("num_local_experts", "num_experts")),
+    ConfigKey("num_experts_per_tok", TOP_K),
+    ConfigKey("moe_intermediate_size", D_EXPERT),
+    ConfigKey("intermediate_size", D_DENSE),
+    ConfigKey("n_shared_experts", "feed_forward.num_shared_experts"),
+    ConfigKey("routed_scaling_factor", "feed_forward.router.route_scale", float),
     Balance("aux_loss_alpha", is_added=False),
     Own(_first_dense, _write_first_dense),
 )
 V3_GATE = (
     *DEEPSEEK_GATE,
     RENORMALISE,
-    Key("n_group", "feed_forward.router.num_groups"),
-    Key("topk_group", "feed_forward.router.kept_groups"),
+    ConfigKey("n_group", "feed_forward.router.num_groups"),
+    ConfigKey("topk_group", "feed_forward.router.kept_groups"),
 )
 FIXED_BIAS = {"feed_forward.router.kind": "deepseek", "feed_forward.router.bias_rate": 0.0}
 _TRAINING = (  # keys of a router that a family's model may have otherwise

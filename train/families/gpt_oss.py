@@ -1,7 +1,7 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, clamped SwiGLU."""
 
 from . import family as f
-from .keys import Key, Only, Rotary, Windows
+from .keys import ConfigKey, Only, Rotary, Windows
 
 _YARN = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 _ROUTER = {
@@ -22,8 +22,8 @@ GPT_OSS = f.Family(
         *f.TOKEN_CHOICE,
         f.QKVO_BIAS,
         Rotary(150000.0, scaling=_YARN),
-        Key("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
-        Key("intermediate_size", f.D_EXPERT),
+        ConfigKey("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
+        ConfigKey("intermediate_size", f.D_EXPERT),
         Windows(),
         Only("swiglu_limit", 7.0),
         Only("swiglu_alpha", 1.702),

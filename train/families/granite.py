@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import family as f
-from .keys import Dotted, Key, Own, Reader, Rotary
+from .keys import ConfigKey, Dotted, Own, Reader, Rotary
 
 
 def _shared(reader: Reader) -> dict[str, Any]:
@@ -21,12 +21,12 @@ _PARTS = (
     *f.TOKEN_CHOICE,
     f.QKVO_BIAS,
     Rotary(),
-    Key("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
-    Key("intermediate_size", f.D_EXPERT),
-    Key("embedding_multiplier", "scale_embedding", float),
-    Key("residual_multiplier", "residual_multiplier", float),
-    Key("logits_scaling", "logits_scaling", float),
-    Key("attention_multiplier", "attention.scale", float),
+    ConfigKey("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
+    ConfigKey("intermediate_size", f.D_EXPERT),
+    ConfigKey("embedding_multiplier", "scale_embedding", float),
+    ConfigKey("residual_multiplier", "residual_multiplier", float),
+    ConfigKey("logits_scaling", "logits_scaling", float),
+    ConfigKey("attention_multiplier", "attention.scale", float),
 )
 _CONSTANTS = {"feed_forward.router.kind": "token_choice", "feed_forward.router.renormalise": True}
 _DEFAULTS = (

@@ -17,8 +17,9 @@ tensors and containers and calls nothing.
 
 import fnmatch
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,27 @@ from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.model_config import ModelConfig
 from ...model.execution.precision import store_in, stored_dtype
 from ...model.transformer import Transformer
-from ..config.resolve import StartSections, resolve
+from ..config.resolve import resolve
 from ..config.run_config import Config, ConfigError
-from ..recipes.hub import continuation, settings_words
+from ..recipes.hub import settings_words
 from ..recipes.smoke import RECIPES
 from ..state import TrainingProgress
+from .family import Rule
+from .start import weights_in_folder
 from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")
 _PREFIXES = ("model.", "module.", "_orig_mod.")
 
-_OUTER = {
-    "embedding.weight": "embedding",
-    "lm_head": "head",
-    "output": "head",
-    "out_norm": "final_norm",
-}
+_OUTER = (
+    Rule("embedding", "embedding.weight"),
+    Rule("head", "lm_head"),
+    Rule("head", "output"),
+    Rule("final_norm", "out_norm"),
+    Rule("halting.hidden", "unique_layers.{L}._gate.0"),
+    Rule("halting.output", "unique_layers.{L}._gate.3"),
+)
 _RELEASE = {
     "attention.q": "attention.query",
     "attention.k": "attention.key",
@@ -94,7 +99,6 @@ _TRAINING = {
     "norm1": "attention_norm",
     "norm2": "feed_forward_norm",
 }
-_SUT_GATE = {"_gate.0": "halting.hidden", "_gate.3": "halting.output"}  # in ours, of the model
 _SUT = {
     "self_attn_layer_norm": "attention_norm",
     "final_layer_norm": "feed_forward_norm",
@@ -112,6 +116,18 @@ _SUT = {
     "moe.w_gate.0": "feed_forward.router.hidden",
     "moe.w_gate.3": "feed_forward.router.output",
 }
+
+
+def _rules(model: ModelConfig) -> Iterator[Rule]:
+    """Yields the rules of a model; what follows a name in a key, like ".weight", stays as it is."""
+    attention = model.attention
+    is_dense = isinstance(attention, SwitchHeadConfig) and not attention.has_experts
+    training = _SUT if attention.kind == "momha" else _TRAINING
+    yield from _OUTER
+    for theirs, ours in (_RELEASE_OF_ONE_EXPERT if is_dense else _RELEASE).items():
+        yield Rule(f"group.{{L}}.{ours}", f"transformer.layers.{{L}}.{theirs}")
+    for theirs, ours in training.items():
+        yield Rule(f"group.{{L}}.{ours}", f"unique_layers.{{L}}.{theirs}")
 
 
 @dataclass(frozen=True)
@@ -185,31 +201,18 @@ def import_folder(
     """
     refuse_existing(out)
     plan = open_family(folder, family)
-    model, whose, recipes = plan.model, f"those of {name}", RECIPES
+    weights = weights_in_folder(plan, given=str(folder.absolute()))
+    tokenizer = {**weights.sections.tokenizer, "tokenizer": str(out.absolute() / SOURCE_FILES)}
+    sections = replace(weights.sections, tokenizer=tokenizer)
+    recipes, whose = RECIPES, f"those of {name}"
     if name is None:
-        name, whose, settings = continuation(model, plan.longest, RECIPES)
-        recipes = {name: lambda: settings}
-    tokenizer = {"tokenizer": str(out.absolute() / SOURCE_FILES), "end_of_document": ""}
-    sections = StartSections(
-        model.model_dump(mode="json"), tokenizer | {"vocab_size": model.vocab_size}
-    )
+        name, recipes, whose = weights.recipe, weights.recipes, weights.whose
     config = resolve(name, overrides, recipes, start=sections)
-    shapes = shapes_of(model)
-    if shapes_of(config.model) != shapes:
+    if shapes_of(config.model) != weights.shapes:
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
-    source = Source(
-        kind="folder",
-        given=str(folder.absolute()),
-        path=str(plan.folder.path.absolute()),
-        family=plan.family,
-        digest=plan.folder.digest,
-        zeros=plan.zeros,
-        ignored=plan.ignored,
-        dequantised=plan.dequantised,
-    )
-    state = {each: partial(plan.tensor, each) for each in shapes}
+    state = {each: partial(plan.tensor, each) for each in weights.shapes}
     notes = f"{plan}\n  {settings_words(config, whose)}"
-    return _write_run(out, config, state, notes, source)
+    return _write_run(out, config, state, notes, weights.source)
 
 
 def _write_run(
@@ -314,50 +317,28 @@ def translate(
     Raises:
         ConfigError: lists unknown keys.
     """
-    found: dict[str, Tensor] = {}
-    unknown = []
-    for key, tensor in tensors.items():
-        name = our_name(key, model)
-        if name is None:
-            unknown.append(key)
-        else:
-            found |= _split(name, tensor)
-    if unknown:
+    rules = [*_rules(model)]
+    names = {key: _our_name(key, rules) for key in tensors}
+    if unknown := [key for key, name in names.items() if name is None]:
         raise ConfigError(
             f"{origin}: {len(unknown)} of {len(tensors)} keys are unknown for this kind of model: "
             f"{_named(unknown)}; check the recipe, or skip keys that are not weights with --ignore "
             "PATTERN"
         )
+    found: dict[str, Tensor] = {}
+    for key, name in names.items():
+        found |= _split(name or "", tensors[key])
     return found
 
 
-def our_name(key: str, model: ModelConfig) -> str | None:
+def _our_name(key: str, rules: Sequence[Rule]) -> str | None:
     """Returns moebius' name of the parameter published as `key`; None if unknown."""
-    for layers in ("transformer.layers.", "unique_layers."):
-        if not key.startswith(layers):
-            continue
-        member, _, rest = key.removeprefix(layers).partition(".")
-        rest = rest.removeprefix("mod.")
-        if (of_model := _renamed(rest, _SUT_GATE)) is not None:
-            return of_model
-        name = _renamed(rest, _names_in_layers(layers, model))
-        return None if name is None or not member.isdigit() else f"group.{member}.{name}"
-    return _renamed(key, _OUTER)
-
-
-def _names_in_layers(layers: str, model: ModelConfig) -> dict[str, str]:
-    if layers == "unique_layers.":
-        return _SUT if model.attention.kind == "momha" else _TRAINING
-    attention = model.attention
-    is_dense = isinstance(attention, SwitchHeadConfig) and not attention.has_experts
-    return _RELEASE_OF_ONE_EXPERT if is_dense else _RELEASE
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str | None:
-    """Returns the name with its longest known prefix replaced; None if no prefix is known."""
-    for old in sorted(names, key=len, reverse=True):
-        if name == old or name.startswith(f"{old}."):
-            return names[old] + name[len(old) :]
+    key = re.sub(r"^(unique_layers\.\d+\.)mod\.", r"\1", key)
+    for rule in rules:
+        pattern = re.escape(rule.published).replace(r"\{L\}", r"(\d+)")
+        if match := re.fullmatch(rf"{pattern}(|\..*)", key, re.DOTALL):
+            *layer, rest = match.groups()
+            return rule.ours.replace("{L}", "".join(layer)) + rest
     return None
 
 
@@ -368,8 +349,8 @@ def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: tensor}
     if tensor.ndim == 0 or tensor.shape[0] % 2:
         return {name.replace(both, "key"): tensor}  # `check_weights` reports its shape
-    key, value = tensor.chunk(2)
-    return {name.replace(both, "key"): key, name.replace(both, "value"): value}
+    parts = zip(("key", "value"), tensor.chunk(2), strict=True)
+    return {name.replace(both, part): half for part, half in parts}
 
 
 def check_weights(weights: Mapping[str, Tensor], model: Transformer, *, origin: str) -> None:

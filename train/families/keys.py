@@ -1,6 +1,6 @@
 """Translates keys of a published config.json to those of the model's configuration, and back.
 
-A `Part` translates some keys both ways; most parts are a `Key`. A key that a file lacks has the
+A `Part` translates some keys both ways; most parts are a `ConfigKey`. A key that a file lacks has the
 default of transformers' class. A key that no part knows is refused by name, because a model that
 ignores it computes something else. Both dialects are read: the hub's (rope_theta, rope_scaling) and
 that of transformers 5 (rope_parameters).
@@ -180,7 +180,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """Maps one key of config.json to one of the model."""
 
     name: str
@@ -423,7 +423,7 @@ class Rotary:
         return found if amplitude == usual else found | {"attention_factor": amplitude}
 
 
-Part = Own | Key | Only | Balance | Windows | Rotary
+Part = Own | ConfigKey | Only | Balance | Windows | Rotary
 
 
 def _m(factor: float, scale: float = 1.0) -> float:

@@ -1,7 +1,9 @@
-"""Mixtral (arXiv 2401.04088)."""
+"""Mixtral (arXiv 2401.04088) and OLMoE (arXiv 2409.02060)."""
+
+from typing import Any
 
 from . import family as f
-from .keys import Key, Only, Rotary
+from .keys import ConfigKey, Dotted, Only, Own, Reader, Rotary, UnfitError
 
 MIXTRAL = f.Family(
     ("mixtral",),
@@ -10,9 +12,9 @@ MIXTRAL = f.Family(
         *f.DENSE_ATTENTION,
         *f.TOKEN_CHOICE,
         Rotary(1e6),
-        Key("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
-        Key("intermediate_size", f.D_EXPERT),
-        Key("sliding_window", "attention.window", null=True),
+        ConfigKey("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
+        ConfigKey("intermediate_size", f.D_EXPERT),
+        ConfigKey("sliding_window", "attention.window", null=True),
         Only("router_jitter_noise", 0.0),
     ),
     constants={
@@ -28,4 +30,49 @@ MIXTRAL = f.Family(
         *f.experts("block_sparse_moe.experts.", "w1", "w3", "w2"),
     ),
     also=(*f.ROUTER, *f.FUSED),
+)
+
+
+def _read_width(reader: Reader) -> dict[str, Any]:
+    names = ("hidden_size", "num_attention_heads", "head_dim")
+    _check_width(*(reader.take(name, int) for name in names))
+    return {}
+
+
+def _write_width(model: Dotted) -> dict[str, Any]:
+    names = ("d_model", "attention.num_heads", "attention.d_head")
+    _check_width(*(model[name] for name in names))
+    return {}
+
+
+def _check_width(d_model: int, num_heads: int, d_head: int) -> None:
+    """Refuses what the class cannot build: its norms of queries and keys are as wide as the stream."""
+    if num_heads * d_head != d_model:
+        raise UnfitError(
+            f"head_dim={d_head} with num_attention_heads={num_heads}: OLMoE needs heads of "
+            f"hidden_size={d_model} channels together"
+        )
+
+
+OLMOE = f.Family(
+    ("olmoe",),
+    "OlmoeForCausalLM",
+    parts=(
+        *f.DENSE_ATTENTION,
+        Own(_read_width, _write_width),
+        *f.TOKEN_CHOICE,
+        f.QKVO_BIAS,
+        f.RENORMALISE,
+        Rotary(),
+        ConfigKey("num_experts", f.NUM_EXPERTS, also=("num_local_experts",)),
+        ConfigKey("intermediate_size", f.D_EXPERT),
+        Only("clip_qkv", None),
+    ),
+    constants={"attention.qk_norm": "all_heads", "feed_forward.router.kind": "token_choice"},
+    defaults=dict(vocab_size=50304, hidden_size=2048, intermediate_size=2048)
+    | dict(num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=None)
+    | dict(rms_norm_eps=1e-5, attention_bias=False, num_experts_per_tok=8, num_experts=64)
+    | dict(router_aux_loss_coef=0.01, norm_topk_prob=False),
+    rules=f.MIXTURE,
+    also=f.FUSED,
 )

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ...model.config.model_config import ModelConfig
 from ...plugins import is_own
 from ..config.validation import validated
-from .family import Family, Layout, Rule
+from .family import Arrangement, Family, Rule
 from .keys import MOST, UnfitError
 
 _NAMES_OF_EXPERTS = {  # a bank's attribute -> key after the expert's number
@@ -81,7 +81,7 @@ class OwnFamily(Family):
         if bank := _BANK.fullmatch(name):
             axes = (2, 1) if not bank[2].startswith("b_") else (1,)
             key = f"{bank[1]}.{{E}}.{_NAMES_OF_EXPERTS[bank[2]]}"
-            return [[Rule(name, key, Layout(axes))]]
+            return [[Rule(name, key, Arrangement(axes))]]
         return [[Rule(name, f"{name}.weight" if name in _TABLES else name)]]
 
 

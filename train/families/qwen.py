@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import family as f
-from .keys import Dotted, Key, Own, Reader, Rotary, UnfitError, Windows
+from .keys import ConfigKey, Dotted, Own, Reader, Rotary, UnfitError, Windows
 
 
 def _sparse_layers(reader: Reader) -> dict[str, Any]:
@@ -24,9 +24,9 @@ _PARTS = (
     *f.DENSE_ATTENTION,
     *f.TOKEN_CHOICE,
     f.RENORMALISE,
-    Key("num_experts", f.NUM_EXPERTS, also=("num_local_experts",)),
-    Key("moe_intermediate_size", f.D_EXPERT),
-    Key("intermediate_size", f.D_DENSE),
+    ConfigKey("num_experts", f.NUM_EXPERTS, also=("num_local_experts",)),
+    ConfigKey("moe_intermediate_size", f.D_EXPERT),
+    ConfigKey("intermediate_size", f.D_DENSE),
     Own(_sparse_layers, _write_sparse_layers),
     Rotary(),
 )
@@ -41,8 +41,8 @@ QWEN2 = f.Family(
     "Qwen2MoeForCausalLM",
     parts=(
         *_PARTS,
-        Key("qkv_bias", "attention.bias", bool, {True: "qkv", False: "none"}),
-        Key("shared_expert_intermediate_size", "feed_forward.d_shared_expert"),
+        ConfigKey("qkv_bias", "attention.bias", bool, {True: "qkv", False: "none"}),
+        ConfigKey("shared_expert_intermediate_size", "feed_forward.d_shared_expert"),
         Windows(switch=True),
     ),
     constants=_CONSTANTS | {"feed_forward.num_shared_experts": 1, "feed_forward.shared_gate": True},

@@ -15,7 +15,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...data_pipeline.errors import InputError
@@ -33,7 +33,7 @@ from ..recipes.hub import continuation, settings_words
 from ..recipes.smoke import RECIPES
 from ..record.run_folder import check_branch, checkpoint_config, count_epochs
 from ..record.untrusted import read_text
-from .table import open_family, shapes_of
+from .table import FolderPlan, open_family, shapes_of
 
 _HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")
 # A repository's other copies of its weights; what is needed lies at its top.
@@ -53,7 +53,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Start:
-    """A run's configuration, and what it starts from instead of drawn weights."""
+    """Holds a run's configuration, and what it starts from instead of drawn weights."""
 
     config: Config
     source: Source
@@ -61,11 +61,11 @@ class Start:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What `--from` names."""
+class GivenWeights:
+    """Holds what `--from` names: where the weights are, and what comes with them."""
 
     source: Source
-    shapes: Shapes  # of the weights, by name
+    shapes: Shapes  # by name
     sections: StartSections
     recipe: str  # to use if none is named
     recipes: Mapping[str, Callable[[], Config]]
@@ -101,31 +101,32 @@ def start_from(
     trust(overrides)
     if name is not None and not name.endswith(".json"):
         base_values(name, RECIPES)  # the user has named what it names
-    found, is_named = _found(given, family), name is not None
-    name = name or found.recipe
-    recipes = _recipes(name) if is_named else found.recipes
-    is_other = not is_named and _names_other_text(found, overrides)
+    weights, is_named = _given_weights(given, family), name is not None
+    name = name or weights.recipe
+    recipes = _recipes(name) if is_named else weights.recipes
+    is_other = not is_named and _names_other_text(weights, overrides)
     if is_other:
         base = _reading(recipes[name](), "")  # the run's own folder holds its own text
-        name, recipes = found.source.path, {found.source.path: lambda: base}
-    if found.trunk is not None:
-        config = resolve(name, overrides, recipes, start=found.sections if is_other else None)
-        return _branch(found.source, found.trunk, config, draw_anew)
-    config = resolve(name, overrides, recipes, start=found.sections)
-    source = _with_tokenizer(_fitted(found, config.model, draw_anew), config)
-    _check_tokenizer(config, source, found.sections)
-    notes, model = list(found.notes), found.sections.model
+        name, recipes = weights.source.path, {weights.source.path: lambda: base}
+    if weights.trunk is not None:
+        config = resolve(name, overrides, recipes, start=weights.sections if is_other else None)
+        return _branch(weights.source, weights.trunk, config, draw_anew)
+    config = resolve(name, overrides, recipes, start=weights.sections)
+    source = _with_tokenizer(_fitted(weights, config.model, draw_anew), config)
+    _check_tokenizer(config, source, weights.sections)
+    notes, model = list(weights.notes), weights.sections.model
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
         notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
     if source.kind == "folder":
-        notes.append(settings_words(config, f"those of {name}" if is_named else found.whose))
+        notes.append(settings_words(config, f"those of {name}" if is_named else weights.whose))
     return Start(config, source, tuple(notes))
 
 
-def _names_other_text(found: _Found, overrides: Sequence[str]) -> bool:
+def _names_other_text(weights: GivenWeights, overrides: Sequence[str]) -> bool:
     """Returns whether a run from a checkpoint reads other text, as a branch does only if asked."""
     keys = {override.partition("=")[0].strip() for override in overrides}
-    may = found.source.step is not None if found.trunk is None else "data.override_position" in keys
+    is_checkpoint = weights.source.step is not None
+    may = is_checkpoint if weights.trunk is None else "data.override_position" in keys
     return may and not keys.isdisjoint({"prepare.input", "prepare.sources", "data.directory"})
 
 
@@ -140,9 +141,9 @@ def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
     return {name: lambda: Config.load(Path(name))} if name.endswith(".json") else RECIPES
 
 
-def _found(given: str, family: str | None) -> _Found:
+def _given_weights(given: str, family: str | None) -> GivenWeights:
     if given.startswith("hf://"):
-        return _found_on_hub(given, family)
+        return _on_hub(given, family)
     path, step = run_and_step(given)
     if os.path.isdir(given):  # the weights of a checkpoint alone; only RUN@STEP branches
         path, step = Path(given), None
@@ -150,13 +151,13 @@ def _found(given: str, family: str | None) -> _Found:
         raise ConfigError(f"--from {given}: there is no such folder{runs_near(path)}")
     path = path.absolute()
     if step is None and _is_published(path):
-        return _found_folder(path, family, given=str(path))
+        return _in_folder(path, family, given=str(path))
     if not any((path / name).exists() for name in ("checkpoints", "manifest.json")):
         raise ConfigError(
             f"--from {given}: is neither a run (checkpoints/), a checkpoint (manifest.json), nor a folder "
             f"of published weights (config.json with a model_type){runs_near(path)}"
         )
-    return _found_checkpoint(path, step)
+    return _in_checkpoint(path, step)
 
 
 def _is_published(path: Path) -> bool:
@@ -167,7 +168,7 @@ def _is_published(path: Path) -> bool:
     return config is not None and ('"model_type"' in config or any(path.glob("*.safetensors")))
 
 
-def _found_on_hub(given: str, family: str | None) -> _Found:
+def _on_hub(given: str, family: str | None) -> GivenWeights:
     """Returns a folder of the hub's cache, after it was fetched unless HF_HUB_OFFLINE is set."""
     match = _HUB.fullmatch(given)
     if match is None:
@@ -186,34 +187,40 @@ def _found_on_hub(given: str, family: str | None) -> _Found:
             f"--from {given}: cannot be fetched ({reason}): check the name and your access (HF_TOKEN); "
             "with HF_HUB_OFFLINE=1, the cache must have it"
         ) from error
-    return _found_folder(Path(path), family, given=f"hf://{match[1]}@{Path(path).name}")
+    return _in_folder(Path(path), family, given=f"hf://{match[1]}@{Path(path).name}")
 
 
-def _found_folder(path: Path, family: str | None, *, given: str) -> _Found:
-    """Returns a folder of published weights, with its model and its tokenizer."""
+def _in_folder(path: Path, family: str | None, *, given: str) -> GivenWeights:
+    """Returns a folder of published weights, of which every rank reads its own pieces."""
     plan = open_family(path, family)
-    shapes = shapes_of(plan.model)
-    refuse_gaps(
-        str(path), plan.pieces, {f"model.{piece.name}": shapes[piece.name] for piece in plan.pieces}
-    )
+    weights = weights_in_folder(plan, given=given)
+    wanted = {f"model.{piece.name}": weights.shapes[piece.name] for piece in plan.pieces}
+    refuse_gaps(str(path), plan.pieces, wanted)
+    pieces = tuple(pieces_to_json(plan.pieces))
+    return replace(weights, source=weights.source.model_copy(update={"pieces": pieces}))
+
+
+def weights_in_folder(plan: FolderPlan, *, given: str) -> GivenWeights:
+    """Returns a folder of published weights, with its model and its tokenizer."""
+    path, model = str(plan.folder.path.absolute()), plan.model
     source = Source(
         kind="folder",
         given=given,
-        path=str(path),
+        path=path,
         family=plan.family,
         digest=plan.folder.digest,
         zeros=plan.zeros,
         ignored=plan.ignored,
         dequantised=plan.dequantised,
-        pieces=tuple(pieces_to_json(plan.pieces)),
     )
-    tokenizer = {"tokenizer": str(path), "end_of_document": "", "vocab_size": plan.model.vocab_size}
-    sections = StartSections(plan.model.model_dump(mode="json"), tokenizer)
-    name, whose, config = continuation(plan.model, plan.longest, RECIPES)
-    return _Found(source, shapes, sections, name, {name: lambda: config}, plan.notes, whose=whose)
+    tokenizer = {"tokenizer": path, "end_of_document": "", "vocab_size": model.vocab_size}
+    sections = StartSections(model.model_dump(mode="json"), tokenizer)
+    name, whose, config = continuation(model, plan.longest, RECIPES)
+    recipes = {name: lambda: config}
+    return GivenWeights(source, shapes_of(model), sections, name, recipes, plan.notes, whose=whose)
 
 
-def _found_checkpoint(path: Path, step: int | None) -> _Found:
+def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
     """Returns a checkpoint, with the model and the tokenizer of its run."""
     checkpoint = find_checkpoint(path, step)
     stored = open_checkpoint(checkpoint)
@@ -229,14 +236,14 @@ def _found_checkpoint(path: Path, step: int | None) -> _Found:
         digest=stored.manifest.digest,
         tokenizer=data.get("tokenizer_sha256"),
     )
-    weights = {
+    shapes = {
         name.removeprefix("model."): tensor.shape
         for name, tensor in stored.index.tensors.items()
         if name.startswith("model.")
     }
     trunk = None if step is None else config
-    return _Found(
-        source, weights, _sections_of(config), recipe, {recipe: lambda: config}, trunk=trunk
+    return GivenWeights(
+        source, shapes, _sections_of(config), recipe, {recipe: lambda: config}, trunk=trunk
     )
 
 
@@ -278,7 +285,7 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
 # Fitting ------------------------------------------------------------------------------------------
 
 
-def _fitted(found: _Found, model: ModelConfig, draw_anew: Sequence[str]) -> Source:
+def _fitted(weights: GivenWeights, model: ModelConfig, draw_anew: Sequence[str]) -> Source:
     """Returns the source with the names that are drawn anew and ignored.
 
     Raises:
@@ -288,23 +295,23 @@ def _fitted(found: _Found, model: ModelConfig, draw_anew: Sequence[str]) -> Sour
     drawn = {name for pattern in draw_anew for name in _matching(pattern, shapes)}
     wanted = {name: shape for name, shape in shapes.items() if name not in drawn}
     problems = [
-        f"{name} is {list(found.shapes[name])} there and {list(shape)} here"
-        if name in found.shapes
+        f"{name} is {list(weights.shapes[name])} there and {list(shape)} here"
+        if name in weights.shapes
         else f"it lacks {name} {list(shape)}"
         for name, shape in wanted.items()
-        if found.shapes.get(name) != shape
+        if weights.shapes.get(name) != shape
     ]
     if problems:
         listed = some_of(problems, between="\n  ", most=1000)
         raise ConfigError(
-            f"--from {found.source.given}: does not fit the model:\n  {listed}\nleave the keys of model.* "
+            f"--from {weights.source.given}: does not fit the model:\n  {listed}\nleave the keys of model.* "
             "that change parameters as they are there, or draw these anew: --draw-anew PATTERN"
         )
-    ignored = found.shapes.keys() - shapes.keys()
-    return found.source.model_copy(
+    ignored = weights.shapes.keys() - shapes.keys()
+    return weights.source.model_copy(
         update={
             "drawn": tuple(sorted(drawn)),
-            "ignored": (*found.source.ignored, *sorted(ignored)),
+            "ignored": (*weights.source.ignored, *sorted(ignored)),
         }
     )
 

@@ -16,13 +16,11 @@ from ...model.transformer import Transformer
 from ...plugins import PluginError, Registry, distrust, nearest, some_of, trust
 from ..config.run_config import ConfigError
 from .deepseek import V2, V3
-from .ernie import ERNIE
 from .family import Family, Rule
-from .glm import GLM4
+from .glm import ERNIE, GLM4
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE_SHARED
-from .mixtral import MIXTRAL
-from .olmoe import OLMOE
+from .mixtral import MIXTRAL, OLMOE
 from .own import OWN
 from .qwen import QWEN2, QWEN3
 

@@ -15,14 +15,11 @@ parameters; the authors' file has E = 2048, so m = 32.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.prepare_config import PrepareConfig
-from ...model.config.attention_config import DenseAttentionConfig, LearnedPositionsConfig
-from ...model.config.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
-from ...model.config.model_config import ModelConfig, ScaledInitialisationConfig
-from ...model.routers.mixture import TokenMixingConfig
+from ...model.config.model_config import ModelConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
@@ -41,6 +38,8 @@ _KEYS = {
     "d_expert": "feed_forward.d_expert",
     "top_k": "feed_forward.router.top_k",
     "mi_loss": "feed_forward.router.mi_loss",
+    "sparse_layers": "feed_forward.sparse_layers",
+    "init_scale": "initialisation.scale",
 }
 _MOEUT: dict[str, Any] = {
     "attention.kind": "switchhead",
@@ -63,6 +62,33 @@ _SUT: dict[str, Any] = {
     "feed_forward.router.kind": "sut",
     "initialisation.kind": "sut",
 }
+_MIXTURE_MODEL: dict[str, Any] = {
+    "vocab_size": 50257,
+    "norm": "pre",
+    "attention.kind": "dense",
+    "attention.d_head": 64,
+    "attention.positions": {"kind": "learned", "max_positions": 256},
+    "feed_forward.kind": "dense",
+    "final_norm": False,
+    "head_bias": False,
+    "initialisation.kind": "scaled",
+    "initialisation.scale": 0.1,
+    "initialisation.head": "scaled",
+}
+
+
+def _run(
+    name: str, model: ModelConfig, *, seq_len: int, optim: OptimConfig, **train: Any
+) -> Config:
+    return Config(
+        model=model,
+        data=DataConfig(seq_len=seq_len),
+        prepare=PrepareConfig(vocab_size=model.vocab_size),
+        optim=optim,
+        train=TrainConfig(precision="bfloat16", log_every=10, eval_every=2000, **train),
+        checkpoint=CheckpointConfig(every=2000),
+        job=JobConfig(name=name, start_timeout_s=1800),
+    )
 
 
 def _moeut_run(name: str, common: dict[str, Any], sizes: dict[str, Any]) -> Config:
@@ -71,93 +97,46 @@ def _moeut_run(name: str, common: dict[str, Any], sizes: dict[str, Any]) -> Conf
     own = {_KEYS.get(key, key): value for key, value in sizes.items()}
     if small:
         own["initialisation.expert_axis_norm"] = False
-    return Config(
-        model=ModelConfig.from_dotted(common | own),
-        data=DataConfig(seq_len=1024),
-        prepare=PrepareConfig(vocab_size=8000),
-        optim=OptimConfig(
-            warmup_steps=0 if small else 0.04,
-            decay_steps="auto" if small else 1.0,  # the last rate is a little above the floor
-            clip_norm=0.1 if small else 0.25,
-        ),
-        train=TrainConfig(
-            steps=100_000,
-            global_batch=64,
-            micro_batch=8,
-            precision="bfloat16",
-            log_every=10,
-            eval_every=2000,
-            eval_rows=1008,
-        ),
-        checkpoint=CheckpointConfig(every=2000),
-        job=JobConfig(name=name, start_timeout_s=1800),
+    optim = OptimConfig(
+        warmup_steps=0 if small else 0.04,
+        decay_steps="auto" if small else 1.0,  # the last rate is a little above the floor
+        clip_norm=0.1 if small else 0.25,
     )
+    train = {"steps": 100_000, "global_batch": 64, "micro_batch": 8, "eval_rows": 1008}
+    return _run(name, ModelConfig.from_dotted(common | own), seq_len=1024, optim=optim, **train)
 
 
 def _mixture(
     name: str,
     *,
-    d_model: int,
     blocks: int,
-    heads: int,
     width: int,
     group: int,
     experts: int,
     rate: float,
-    sparse_layers: Literal["last_half", "all"] = "last_half",
     steps: int = 150_000,
-    init_scale: float = 0.1,
+    **sizes: Any,
 ) -> Config:
     """Returns a run on C4 with 256 sequences of 256 tokens a step, so groups of 128 fit two ranks.
 
     `experts` 0: the dense baseline.
     """
-    feed_forward = DenseFeedForwardConfig(d_feed_forward=width)
-    if experts:
-        feed_forward = ExpertsConfig(
-            d_feed_forward=width,
-            sparse_layers=sparse_layers,
-            num_experts=experts,
-            d_expert=width * group // experts,
-            router=TokenMixingConfig(sequences_per_group=group),
-        )
-    return Config(
-        model=ModelConfig(
-            vocab_size=50257,
-            num_layers=blocks,
-            layers_per_group=blocks,
-            d_model=d_model,
-            norm="pre",
-            attention=DenseAttentionConfig(
-                num_heads=heads,
-                d_head=d_model // heads,
-                positions=LearnedPositionsConfig(max_positions=256),
-            ),
-            feed_forward=feed_forward,
-            final_norm=False,
-            head_bias=False,
-            initialisation=ScaledInitialisationConfig(scale=init_scale, head="scaled"),
-        ),
-        data=DataConfig(seq_len=256),
-        prepare=PrepareConfig(vocab_size=50257),
-        optim=OptimConfig(
-            learning_rate=rate,
-            warmup_steps=2500 / steps,
-            clip_norm=0.5,
-            weight_decay=0.1,
-        ),
-        train=TrainConfig(
-            steps=steps,
-            global_batch=256,
-            micro_batch=max(32, group),
-            precision="bfloat16",
-            log_every=10,
-            eval_every=2000,
-            eval_rows=1024,
-        ),
-        checkpoint=CheckpointConfig(every=2000),
-        job=JobConfig(name=name, start_timeout_s=1800),
+    own = {_KEYS.get(key, key): value for key, value in sizes.items()}
+    own |= {"num_layers": blocks, "layers_per_group": blocks}
+    own["feed_forward.d_feed_forward"] = width
+    experts_keys: dict[str, Any] = {
+        "feed_forward.kind": "experts",
+        "feed_forward.sparse_layers": "last_half",
+        "feed_forward.num_experts": experts,
+        "feed_forward.d_expert": width * group // max(1, experts),
+        "feed_forward.router": {"kind": "mixture_of_tokens", "sequences_per_group": group},
+    }
+    model = ModelConfig.from_dotted(_MIXTURE_MODEL | (experts_keys if experts else {}) | own)
+    optim = OptimConfig(
+        learning_rate=rate, warmup_steps=2500 / steps, clip_norm=0.5, weight_decay=0.1
     )
+    train = {"global_batch": 256, "micro_batch": max(32, group), "eval_rows": 1024}
+    return _run(name, model, seq_len=256, optim=optim, steps=steps, **train)
 
 
 # fmt: off
