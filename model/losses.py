@@ -62,8 +62,7 @@ class Losses:
         steps, halting = self._steps, self._config.halting
         if steps.training:
             self._add_routers(routers, running)
-        if steps.measures is not None:
-            self.auxiliary |= steps.measures.values()
+        self.auxiliary |= steps.watch.values()
         if halting is not None and steps.halted is not None and steps.training:
             self.add("halting", halting.loss, steps.halted.loss_B)
             self.auxiliary["depth"] = steps.halted.depth_B

@@ -258,7 +258,7 @@ class Transformer(nn.Module):
     def _repeat(self, steps: DepthSteps, x_BSD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the rows that the read-out reads, of one or more loops, and each one's exit gate."""
         if self.halting is None:
-            return self.loops(steps, x_BSD, final_norm=self.final_norm, predict=self.read_out)
+            return self.loops(steps, x_BSD, final_norm=self._normed, predict=self.read_out)
         halted = self.halting(steps.apply_unhalted, x_BSD, steps.schedule, real_BS=steps.real_BS)
         steps.halted = halted
         return [self._normed(halted.answer_BSD)], []

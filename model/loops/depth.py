@@ -51,6 +51,13 @@ class PassDepth:
         place = loop if loop < self.no_gradient else loop - self.no_gradient + without
         return place if place < (without if loop < self.no_gradient else own) else -1
 
+    def places(self, loop: int, sequences: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns each sequence's own loop, and of how many; one of each stands for all."""
+        if self.of_sequence is None:
+            return [loop], [self.num_loops]
+        own = [self.place(loop, sequence) for sequence in sequences]
+        return own, [self.of_sequence[sequence] for sequence in sequences]
+
 
 def own_depth(config: ModelConfig, num_loops: int | None = None) -> PassDepth:
     """Returns the same number of loops for all sequences; None: the model's own."""

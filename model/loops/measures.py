@@ -19,20 +19,22 @@ from ..config.model_config import DepthStep
 from ..layers import on_device
 from .depth import PassDepth, shares_making
 from .exits import mean_of_real, state_change
+from .watch import LoopWatch, Reading
 
 
-class LoopMeasures:
+class LoopMeasures(LoopWatch):
     """Collects the measures of one pass, by sequence and by the loops that it has made."""
 
+    marks_choices = True
+
     def __init__(self, depth: PassDepth, x_BSD: Tensor, real_BS: Tensor | None) -> None:
-        """Takes which positions are not padding, bool; None: all."""
-        self._batch_size, self._real_BS = len(x_BSD), real_BS
+        super().__init__(depth, x_BSD, real_BS)
         self._shares = depth.shares or shares_making(depth.of_sequence or (depth.num_loops,))
         self._place_X = None if depth.of_sequence is None else _places(depth, x_BSD.device)
         self._changes: list[Tensor] = []  # by loop of the pass, (B', S)
         self._choices: dict[int, list[Choices]] = {}  # by layer, then by loop of the pass
 
-    def see_state(self, before_BSD: Tensor, after_BSD: Tensor) -> None:
+    def leave(self, loop: int, before_BSD: Tensor, after_BSD: Tensor, reading: Reading) -> None:
         """Measures how far the pass's next loop has moved the sequences that make it."""
         self._changes.append(state_change(before_BSD.detach(), after_BSD.detach()))
 
@@ -50,7 +52,7 @@ class LoopMeasures:
         that does not make a loop has 0 there, and the others are scaled up, so that the mean over
         the step's sequences is that of the sequences that do.
         """
-        found = self._by_loop("state_change", mean_of_real(self._change(), self._real_BS))
+        found = self._by_loop("state_change", mean_of_real(self._change(), self.real_BS))
         if not self._choices or len(self._shares) == 1:
             return found
         pairs = [self._compared(each) for each in self._choices.values()]
@@ -62,7 +64,7 @@ class LoopMeasures:
 
     def _change(self) -> Tensor:
         """Returns how far each own loop of a sequence has moved it, (R, B, S); 0 if it makes none."""
-        change_XS, shape = torch.cat(self._changes), (len(self._shares), self._batch_size)
+        change_XS, shape = torch.cat(self._changes), (len(self._shares), self.batch_size)
         if self._place_X is not None:
             none_XS = change_XS.new_zeros(shape[0] * shape[1], change_XS.shape[1])
             change_XS = none_XS.index_copy(0, self._place_X, change_XS)
@@ -74,21 +76,21 @@ class LoopMeasures:
         row_N, num_positions = self._rows(choices)
         expert_N = torch.cat([each.expert_N for each in choices])
         index_N = torch.add(expert_N, row_N, alpha=num_experts)
-        size = self._batch_size * num_positions * num_experts  # of a loop; none precedes the first
+        size = self.batch_size * num_positions * num_experts  # of a loop; none precedes the first
         marks = expert_N.new_zeros((num_loops + 1) * size, dtype=torch.bool)
         marks[size:].index_fill_(0, index_N, True)
         kept_N, place_N = marks[index_N].long(), row_N // num_positions
-        load = expert_N.new_zeros(num_loops * self._batch_size * num_experts)
+        load = expert_N.new_zeros(num_loops * self.batch_size * num_experts)
         place_and_expert_N = torch.add(expert_N, place_N, alpha=num_experts)
         load.scatter_add_(0, place_and_expert_N, torch.ones_like(expert_N))
-        kept = expert_N.new_zeros(num_loops * self._batch_size).scatter_add_(0, place_N, kept_N)
-        return load.view(num_loops, self._batch_size, -1), kept.view(num_loops, -1)
+        kept = expert_N.new_zeros(num_loops * self.batch_size).scatter_add_(0, place_N, kept_N)
+        return load.view(num_loops, self.batch_size, -1), kept.view(num_loops, -1)
 
     def _rows(self, choices: list[Choices]) -> tuple[Tensor, int]:
         """Returns the row of every route among R·B·S, and S."""
         sizes, device = [each.num_rows for each in choices], choices[0].expert_N.device
         if self._place_X is None:
-            num_positions = sizes[0] // self._batch_size
+            num_positions = sizes[0] // self.batch_size
             row_T = torch.arange(sum(sizes), device=device)
         else:
             num_positions = sum(sizes) // len(self._place_X)

@@ -43,6 +43,12 @@ def looped(recipe: str, changes: dict[str, Any] | None = None) -> Transformer:
     return model
 
 
+def core_of(model: Transformer) -> list[Any]:
+    """The layers that are repeated."""
+    loops = model.config.loops
+    return list(model.group)[loops.prelude : len(model.group) - loops.coda]
+
+
 def tokens_of(seed: int = 1) -> Tensor:
     return some_tokens(SEQUENCES, POSITIONS, seed=seed)
 
@@ -62,7 +68,7 @@ def measures_by_hand(model: Transformer, tokens: Tensor, kind: str) -> Tensor:
     states: list[Any] = []
     gates: list[Any] = []
     logits: list[Tensor] = []
-    model.group[model.loops.last].register_forward_hook(
+    core_of(model)[-1].register_forward_hook(
         lambda module, given, result: states.append(result[0])
     )
     if model.loops.exit_gate is not None:
@@ -120,7 +126,7 @@ def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
     rule.check(model.config)
     set_options(model, exit_rule=rule)
     rows: list[int] = []
-    hook = model.group[model.loops.first].register_forward_hook(
+    hook = core_of(model)[0].register_forward_hook(
         lambda module, given, result: rows.append(len(given[0]))
     )
     output = model(tokens)
@@ -367,7 +373,7 @@ def test_the_measures_of_loops_are_those_of_the_routes(recipe):
     assert not [name for name in output.auxiliary if "/" in name]  # on request alone
     set_options(model, measures_loops=True)
     states: list[Tensor] = []
-    model.group[model.loops.last].register_forward_hook(
+    core_of(model)[-1].register_forward_hook(
         lambda module, given, result: states.append(result[0])
     )
     with tap(model) as calls:

@@ -24,7 +24,8 @@ from torch import Tensor
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.loops.depth import own_depth
 from moebius.model.loops.exits import exit_log_probabilities
-from moebius.model.loops.program import DecayInjection, Loops
+from moebius.model.loops.injection import DecayInjection
+from moebius.model.loops.program import Loops
 from moebius.model.transformer import Transformer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -517,43 +518,23 @@ class Masked(Loops):
     """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
 
     def forward(self, steps, x_BSD, *, final_norm, predict):
-        layer, schedule, depth = steps.apply, steps.schedule, steps.depth
-        assert depth.of_sequence is not None
-        assert final_norm is not None
-        has_grad, num_sequences = torch.is_grad_enabled(), len(x_BSD)
-        before, after = schedule[: self.first], schedule[len(schedule) - self.config.coda :]
-        for step in before:
-            x_BSD = layer(step, x_BSD, None)
-        e_BSD = None
-        if self.injection is not None:
-            e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
-            e_BSD = self.injection.prepare(e_BSD)
-            x_BSD = self.start_state(x_BSD, steps)
+        depth, norms, has_grad = steps.depth, self._norms(final_norm), torch.is_grad_enabled()
+        for step in steps.prelude:
+            x_BSD = steps.apply(step, x_BSD)
+        states = self.enter(x_BSD, steps)
         for loop in range(depth.num_loops):
-            places = [depth.place(loop, sequence) for sequence in range(num_sequences)]
+            places = [depth.place(loop, sequence) for sequence in range(len(x_BSD))]
             with torch.set_grad_enabled(has_grad and loop >= depth.no_gradient):
-                y_BSD = x_BSD
-                if self.injection is not None and e_BSD is not None:
-                    y_BSD = self.injection(y_BSD, e_BSD)
+                y_BSD = self.injection(states.x_BSD, states.e_BSD)
                 if self.condition is not None:
                     own = [max(place, 0) for place in places]
                     y_BSD = self.condition(y_BSD, own, list(depth.of_sequence))
-                for step in schedule:
-                    if step.loop == loop:
-                        y_BSD = layer(step, y_BSD, None)
-                if self.config.final_norm == "every_loop":
-                    y_BSD = final_norm(y_BSD)
+                for step in steps.loops[loop]:
+                    y_BSD = steps.apply(step, y_BSD)
+                y_BSD = norms.of_loop(y_BSD)
             is_live = torch.tensor(places)[:, None, None] >= 0
-            x_BSD = torch.where(is_live, y_BSD, x_BSD)
-        if self.injection is not None:
-            x_BSD = self.injection.finish(x_BSD)
-        if self.config.final_norm == "around_coda":
-            x_BSD = final_norm(x_BSD)
-        for step in after:
-            x_BSD = layer(step, x_BSD, None)
-        if self.config.final_norm == "every_loop" and not after:
-            return [x_BSD], []
-        return [final_norm(x_BSD)], []
+            states.x_BSD = torch.where(is_live, y_BSD, states.x_BSD)
+        return [self.read(steps, norms, states.x_BSD, None)], []
 
 
 @pytest.mark.sample(10)
