@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.gradients import accumulate_weight_gradients
 from .attention.base import LayerCache, past_length
 from .balance import DepthLoad, RunningSum, collect_loads
 from .block import Layer
@@ -156,7 +155,7 @@ class Transformer(nn.Module):
         steps = DepthSteps(
             self.config, self.group, options, x_BSD, cache, documents, training=self.training
         )
-        with accumulate_weight_gradients():  # repeats of a layer add theirs into one buffer
+        with steps.open():
             rows, gates = self._repeat(steps, x_BSD)
         losses = Losses(self.config, steps, tokens_BS.device)
         losses.add_steps(self.routers(), self.running)

@@ -4,11 +4,13 @@ Legend: B sequences, S positions, D model width.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.gradients import accumulate_weight_gradients
 from ..attention.base import DepthContext, LayerCache, past_length
 from ..balance import RouterReport
 from ..config.model_config import DepthStep, ModelConfig
@@ -107,6 +109,10 @@ class DepthSteps:
         if of_sequence is None:
             return torch.full((self.num_sequences,), float(self.depth.num_loops), device=device)
         return on_device(torch.tensor(of_sequence, dtype=torch.float32), device)
+
+    def open(self) -> AbstractContextManager[None]:
+        """Opens the forward pass (kernels/pass_scope.py): repeats of a layer share gradient sums."""
+        return accumulate_weight_gradients()
 
     def has_gradient(self, loop: int) -> bool:
         """Returns whether gradients flow through a loop."""
