@@ -151,7 +151,7 @@ class Losses:
                 tokens_BS=given.tokens_BS,
                 targets_BS=given.targets_BS,
                 loss_mask_BS=given.mask_BS,
-                read_out=mean_loss,
+                cross_entropy=mean_loss,
                 logits=logits,
                 routing=tuple(zip(self._steps.done, self._steps.reports, strict=True)),
             )

@@ -8,9 +8,9 @@ all:
 |---|---|---|---|
 | feed-forward (σ-MoE) | token | E | the same token |
 | V projection of SwitchHead | token | H·N_A: head h picks among its own N_A | (token, head) |
-| O projection of SwitchHead | (token, head) | H·N_A | token: heads and slots add up |
-| Q projection of MoMHA | token | N_A | (token, slot): each picked expert's queries stay separate |
-| O projection of MoMHA | (token, slot) | N_A | token: slots add up |
+| O projection of SwitchHead | (token, head) | H·N_A | token: heads and choices add up |
+| Q projection of MoMHA | token | N_A | (token, choice): each chosen expert's queries stay separate |
+| O projection of MoMHA | (token, choice) | N_A | token: choices add up |
 | expert choice | token | E | the same token; some tokens have no route |
 
 In a mixture (Mixture of Tokens, Soft MoE) every expert slot reads a weighted sum of a group's rows,

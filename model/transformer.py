@@ -52,7 +52,7 @@ class ModelOutput:
 
     # (B, S, V) float32: the next token's logits. With targets a scalar: their cross-entropy in nats,
     # summed over all counted positions without materialising the logits (model/head_loss.py).
-    read_out: Tensor
+    logits_or_loss: Tensor
     # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     regularisation_B: Tensor
     # detached, (B,) by name: auxiliary losses without coefficients, and measures (depth, loops, …)
@@ -63,10 +63,10 @@ class ModelOutput:
     carried: dict[str, Tensor]
 
     @staticmethod
-    def of(read_out: Tensor, losses: Losses, steps: DepthSteps) -> "ModelOutput":
+    def of(logits_or_loss: Tensor, losses: Losses, steps: DepthSteps) -> "ModelOutput":
         """Returns what a pass has computed and collected."""
         return ModelOutput(
-            read_out=read_out.to(wide_dtype(read_out)),
+            logits_or_loss=logits_or_loss.to(wide_dtype(logits_or_loss)),
             regularisation_B=losses.regularisation_B,
             auxiliary=losses.auxiliary,
             loads=collect_loads(steps.reports, members=steps.members),
@@ -76,14 +76,14 @@ class ModelOutput:
     @property
     def logits_BSV(self) -> Tensor:
         """Returns the next token's logits at every position, of a pass without targets."""
-        assert self.read_out.ndim == 3, "a pass with targets has a loss and no logits"
-        return self.read_out
+        assert self.logits_or_loss.ndim == 3, "a pass with targets has a loss and no logits"
+        return self.logits_or_loss
 
     @property
     def cross_entropy(self) -> Tensor:
         """Returns the summed cross-entropy of a pass with targets, a scalar in nats."""
-        assert self.read_out.ndim == 0, "only a pass with targets has a loss"
-        return self.read_out
+        assert self.logits_or_loss.ndim == 0, "only a pass with targets has a loss"
+        return self.logits_or_loss
 
 
 class Transformer(nn.Module):
@@ -161,11 +161,11 @@ class Transformer(nn.Module):
         losses.add_steps(self.routers(), self.running)
         given = Targets(tokens_BS, targets_BS, loss_mask_BS)
         if self.training and targets_BS is not None:
-            read_out = losses.cross_entropy(rows, gates, given, self.read_out)
+            found = losses.cross_entropy(rows, gates, given, self.read_out)
             losses.add_own(options.depth_losses, given, self._read_state)
         else:
-            read_out = self.read_out(rows[-1], given)
-        return ModelOutput.of(read_out, losses, steps)
+            found = self.read_out(rows[-1], given)
+        return ModelOutput.of(found, losses, steps)
 
     def new_cache(
         self, shared_loops: int | None = None, *, num_loops: int | None = None

@@ -68,9 +68,7 @@ def measures_by_hand(model: Transformer, tokens: Tensor, kind: str) -> Tensor:
     states: list[Any] = []
     gates: list[Any] = []
     logits: list[Tensor] = []
-    core_of(model)[-1].register_forward_hook(
-        lambda module, given, result: states.append(result[0])
-    )
+    core_of(model)[-1].register_forward_hook(lambda module, given, result: states.append(result[0]))
     if model.loops.exit_gate is not None:
         model.loops.exit_gate.register_forward_hook(lambda module, given, gate: gates.append(gate))
         model.train()(tokens)
@@ -277,14 +275,14 @@ def test_a_coda_that_runs_after_several_loops_is_one_depth_step_for_losses_on_st
 
 
 def test_a_loss_may_read_logits_out_of_every_state():
-    """They are the ones that `read_out` takes the cross-entropy of, with their gradients."""
+    """They are the ones that `cross_entropy` is taken of, with their gradients."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def loss(states: DepthStates) -> Tensor:
         for state_BSD in states.states_L:
             logits_BSV = states.logits(state_BSD)
             own = F.cross_entropy(logits_BSV.mT, states.targets_BS)
-            found.append((own, states.read_out(state_BSD).mean()))
+            found.append((own, states.cross_entropy(state_BSD).mean()))
         return found[-1][0].expand(len(states.tokens_BS))
 
     model = looped("huginn_moe", {"loops.depth": {}})
@@ -373,9 +371,7 @@ def test_the_measures_of_loops_are_those_of_the_routes(recipe):
     assert not [name for name in output.auxiliary if "/" in name]  # on request alone
     set_options(model, measures_loops=True)
     states: list[Tensor] = []
-    core_of(model)[-1].register_forward_hook(
-        lambda module, given, result: states.append(result[0])
-    )
+    core_of(model)[-1].register_forward_hook(lambda module, given, result: states.append(result[0]))
     with tap(model) as calls:
         found = model(tokens_of(), targets_BS=tokens_of(2)).auxiliary
     experts = model.config.experts

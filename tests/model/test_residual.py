@@ -45,9 +45,9 @@ def gradients(
         compile_dense_parts(model, backend="aot_eager")
     torch.manual_seed(2)
     output = forward_in(model, products_dtype(precision), TOKENS, targets_BS=TOKENS)
-    (output.read_out + output.regularisation_B.sum()).backward()
+    (output.cross_entropy + output.regularisation_B.sum()).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return found | {"loss": output.read_out.detach()}
+    return found | {"loss": output.cross_entropy.detach()}
 
 
 def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -133,7 +133,7 @@ def operations(name: str, num_layers: int) -> Counter[str]:
         tokens = torch.zeros(8, 9, dtype=torch.int64)
         with Operations() as ran:
             output = forward_in(model, torch.bfloat16, tokens, targets_BS=tokens)
-            (output.read_out + output.regularisation_B.sum()).backward()
+            (output.cross_entropy + output.regularisation_B.sum()).backward()
     return ran.names
 
 

@@ -68,7 +68,7 @@ some_tokens = partial(tokens_of_family, seed=3, vocabulary=31)
 
 
 class Oracle:
-    """The formulas, one token at a time. Legend: b sequence, i query, j key, s slot, h head, e
+    """The formulas, one token at a time. Legend: b sequence, i query, j key, s choice, h head, e
     expert.
     """
 

@@ -176,5 +176,5 @@ def test_a_model_rotates_so(kind: dict[str, object], launched: list[bool]) -> No
     model = Transformer(ModelConfig.from_dotted(shape | heads | kind), backend="triton")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    model(torch.arange(6).view(2, 3)).read_out.sum().backward()
+    model(torch.arange(6).view(2, 3)).logits_BSV.sum().backward()
     assert launched == [False, True]
