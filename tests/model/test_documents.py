@@ -151,18 +151,6 @@ def test_a_document_is_what_it_would_be_alone(name: str, positions: str) -> None
             assert (mine - other).norm() <= 1e-9 * other.norm() + 1e-12
 
 
-@pytest.mark.parametrize("name", ["moeut", "dense", "sut"])
-def test_other_documents_change_no_bit(name: str) -> None:
-    model = make_uneven(tiny_model(name)).eval()
-    rows = tokens()
-    before = model(rows, documents=marked()).logits_BSV
-    for row, where in pieces():
-        changed = tokens(3)
-        changed[row, where] = rows[row, where]
-        after = model(changed, documents=marked()).logits_BSV
-        assert torch.equal(after[row, where], before[row, where])
-
-
 def test_a_cache_and_documents_are_refused() -> None:
     model = tiny_model("dense").eval()
     with pytest.raises(ValueError, match="leave documents out"):

@@ -97,14 +97,6 @@ def test_low_precision_keeps_to_its_rounding(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
-def test_there_is_no_second_derivative() -> None:
-    x, weight, bias = operands()
-    loss = head_loss(x, weight, bias, targets()).square()
-    [grad] = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_repeats_bit_for_bit_and_again_from_one_graph(dtype: torch.dtype) -> None:
     inputs = operands(dtype)

@@ -107,17 +107,6 @@ def test_recomputation_gives_equal_bits(
     assert all(torch.equal(made_again[key], kept[key]) for key in kept)
 
 
-@pytest.mark.parametrize("name", ["moeut", "moeut_post", "dense"])
-def test_a_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
-    model = make_uneven(tiny_model(name)).eval()
-    cache = model.new_cache()
-    with torch.no_grad():
-        whole = model(TOKENS).logits_BSV
-        steps = [model(TOKENS[:, :5], cache).logits_BSV, model(TOKENS[:, 5:], cache).logits_BSV]
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", slow_but(["moeut", "moeut_pre", "sut"], "moeut"))
 def test_compiled_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)

@@ -509,16 +509,3 @@ def test_memory_is_linear_in_the_length_of_a_row(kernel: Kernel) -> None:
     assert long < 4096 * 4096
     kernel.exists = False
     assert largest(1024) >= 2 * 1024 * 1024
-
-
-@pytest.mark.parametrize("name", ["sut", "sut_no_act"])
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_halting_keeps_the_mask(name: str, mode: Any, kernel: Kernel) -> None:
-    """Of MoMHA, whose scores have a term of the distance."""
-
-    def make() -> Transformer:
-        model = make_uneven(tiny_model(name, dtype=torch.float64))
-        set_options(model, recompute=mode)
-        return model
-
-    assert with_and_without(make, kernel) == (0, 0)
