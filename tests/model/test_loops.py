@@ -172,11 +172,7 @@ class Recording:
         torch.testing.assert_close(loss, self.tensor(f"{prefix}loss"), **CLOSE)
         expected = self.named(f"{prefix}g/")
         found = {key: value.grad for key, value in model.named_parameters()}
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(
-                found[key], value, **CLOSE, msg=lambda text, key=key: f"{key}: {text}"
-            )
+        torch.testing.assert_close(found, expected, **CLOSE)
 
     def check_logits(self, model: Transformer, prefix: str, logits: Tensor) -> None:
         self.check(model, prefix, F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()))
@@ -324,6 +320,10 @@ def tokens_of(seed: int = 1, num_sequences: int = 3) -> Tensor:
     return some_tokens(num_sequences, POSITIONS, seed=seed)
 
 
+def gradients_of(model: Transformer) -> list[Any]:
+    return [value.grad for value in model.parameters()]
+
+
 def logits_of(model: Transformer, tokens: Tensor) -> Tensor:
     torch.manual_seed(0)  # the state before the first loop
     with torch.no_grad():
@@ -368,7 +368,7 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
     set_options(model, depth=own_depths(model, *depths))
     together = model(tokens)
     together.logits_BSV.square().sum().backward()
-    gradients = [value.grad for value in model.parameters()]
+    gradients = gradients_of(model)
     model.zero_grad()
     for index, depth in enumerate(depths):
         set_options(model, depth=own_depth(model.config, depth))
@@ -388,8 +388,7 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
             torch.testing.assert_close(value, expected.to(value), rtol=1e-6, atol=1e-9)
     assert {"state_change/1", "kept_experts/5", "routing_divergence/2"} <= set(together.auxiliary)
     assert "kept_experts/6" not in together.auxiliary
-    for value, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(value.grad, gradient, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients_of(model), gradients, rtol=1e-9, atol=1e-9)
     rows = together.loads["feed_forward"].load_LN.sum(1) / experts.experts_per_row(POSITIONS)
     sparse = [model.config.has_experts(step.member) for step in model.config.schedule_of(5)]
     once = sum(
@@ -413,9 +412,8 @@ def test_loops_that_no_sequence_needs_change_nothing(name, mode):
         torch.manual_seed(0)
         output = model(tokens_of(1, 2), targets_BS=tokens_of(2, 2))
         (output.cross_entropy + output.regularisation_B.sum()).backward()
-        found.append([output.cross_entropy, *(value.grad for value in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        found.append([output.cross_entropy, *gradients_of(model)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def test_one_loop_without_injection_is_the_model_without_loops():
@@ -430,10 +428,7 @@ def test_one_loop_without_injection_is_the_model_without_loops():
         losses.append(output.cross_entropy + output.regularisation_B.sum())
         losses[-1].backward()
     assert torch.equal(*losses)
-    for one, other in zip(plain.parameters(), looped.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    assert all(map(torch.equal, gradients_of(plain), gradients_of(looped)))
 
 
 def saved_bytes(num_loops: int, gradient_loops: int) -> int:
@@ -501,9 +496,7 @@ def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
         tokens, targets = (some_tokens(4, POSITIONS, seed=seed) for seed in (1, 2))
         loss = model(tokens, targets_BS=targets).cross_entropy
         loss.backward()
-        found.append((loss, [value.grad for value in model.parameters()]))
-    (loss, gradients), (expected, reference) = found
+        found.append([loss, *gradients_of(model)])
     bound = reordered_pass(model, num_loops=5)
-    assert_reordered(loss, expected, bound)
-    for one, other in zip(gradients, reference, strict=True):
+    for one, other in zip(*found, strict=True):
         assert_reordered(one, other, bound)

@@ -41,10 +41,8 @@ def test_each_half_is_the_router_that_it_names(
     layer.router.before_step(step)
     x_BSD = rows(8, 3).requires_grad_()
     named = make_layer(same_as, num_experts=4 * top_k)
-    for ours, theirs in zip(
-        values_and_gradients(layer, x_BSD), values_and_gradients(named, x_BSD), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    ours, theirs = (values_and_gradients(each, x_BSD) for each in (layer, named))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 def test_the_plan_and_the_losses_change_at_the_step() -> None:
