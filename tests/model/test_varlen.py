@@ -43,7 +43,6 @@ from moebius.model.transformer import Transformer
 
 CPU = torch.device("cpu")
 ran: Counter[str] = Counter()  # which of the kernels below ran, and how often
-FORMS = [(torch.float32, 1e-5), (torch.float64, 1e-12)]
 LAYOUTS = {
     "one token each": [[0, 1, 2, 3], [4, 5, 6, 7]],
     "whole rows": [[3, 3, 3, 3], [3, 3, 3, 3]],  # equal ids in two rows are two documents
@@ -55,22 +54,12 @@ LAYOUTS = {
 def drawn_layout(seed: int) -> list[list[int]]:
     """One to four rows of one to 17 tokens in documents of any length, often padded at the end."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(most: int) -> int:
-        return 1 + int(torch.randint(most, (), generator=generator))
-
-    num_rows, length = draw(4), draw(17)
-    rows = []
-    for _ in range(num_rows):
-        row: list[int] = []
-        while len(row) < length:
-            row += [len(row)] * draw(length)
-        kept = draw(length) if draw(2) == 1 else length
-        rows.append(row[:kept] + [-1] * (length - kept))
-    return rows
+    size = [1 + int(torch.randint(most, (), generator=generator)) for most in (4, 17)]
+    ids = torch.randint(8, size, generator=generator).sort(1).values
+    return ids.where(ids < 7, -1).tolist()
 
 
-ALL_LAYOUTS = LAYOUTS | {f"drawn {seed}": drawn_layout(seed) for seed in range(40)}
+ALL_LAYOUTS = LAYOUTS | {f"drawn {seed}": drawn_layout(seed) for seed in range(20)}
 
 
 # Torch's operators on CPUs --------------------------------------------------------------------------------------------
@@ -197,15 +186,12 @@ def marked(ids: list[list[int]] | Tensor, *, balance: bool = False) -> Documents
 
 @pytest.mark.quick(150)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-@pytest.mark.parametrize(("dtype", "tolerance"), FORMS)
 @pytest.mark.parametrize(
     ("channels", "of_value", "kv_heads", "window"),
     [(6, 6, 4, None), (8, 8, 4, None), (6, 6, 2, 3), (8, 5, 1, 1), (5, 9, 4, 50)],
 )
 def test_values_and_gradients_are_those_of_the_mask(
     layout: str,
-    dtype: torch.dtype,
-    tolerance: float,
     channels: int,
     of_value: int,
     kv_heads: int,
@@ -217,7 +203,7 @@ def test_values_and_gradients_are_those_of_the_mask(
     generator = torch.Generator().manual_seed(1)
     sizes = [(4, channels), (kv_heads, channels), (kv_heads, of_value), (4, of_value)]
     given = [
-        torch.randn(len(ids), heads, ids.shape[1], width, generator=generator, dtype=dtype)
+        torch.randn(len(ids), heads, ids.shape[1], width, generator=generator, dtype=torch.float64)
         for heads, width in sizes
     ]
     documents = marked(ids)
@@ -227,7 +213,7 @@ def test_values_and_gradients_are_those_of_the_mask(
         y_BHSC = attend_visible(q_BHSC, k_BHSC, v_BHSC, each, window=window)
         results.append([y_BHSC, *torch.autograd.grad(y_BHSC, (q_BHSC, k_BHSC, v_BHSC), given[3])])
     assert ran == {"forward": 1, "backward": 1}
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,23 @@ def test_with_a_capacity_it_equals_a_loop_over_buffers(
 
 
 @pytest.mark.parametrize(
-    ("factor", "rows", "top_k", "capacity"),
-    [(1.0, 64, 2, 8), (1.0, 65, 2, 10), (1.0, 1, 2, 2), (2.0, 64, 2, 16), (0.1, 16, 1, 1)],
+    ("factor", "rows", "top_k", "experts", "by_routes", "by_rows"),
+    [
+        (1.0, 64, 2, 16, 8, 8),
+        (1.0, 65, 2, 16, 9, 10),
+        (1.0, 1, 2, 16, 1, 2),
+        (2.0, 64, 2, 16, 16, 16),
+        (0.1, 16, 1, 16, 1, 1),
+        (1.1, 100, 1, 10, 11, 11),  # 11.000000000000002 in floating point
+        (1.25, 48, 1, 8, 8, 7),
+    ],
 )
-def test_the_capacity_of_torchscale_counts_rows_first(
-    factor: float, rows: int, top_k: int, capacity: int
+def test_capacities_are_rounded_exactly(
+    factor: float, rows: int, top_k: int, experts: int, by_routes: int, by_rows: int
 ) -> None:
-    """2⌈n/E⌉ for two choices and a factor of 1; 0.25·n in evaluation is a factor of 0.25·E/K."""
-    assert row_capacity(factor, rows, top_k=top_k, num_experts=16) == capacity
+    """Of routes up; torchscale rounds rows up first, and then down."""
+    assert expert_capacity(factor, rows * top_k, num_experts=experts) == by_routes
+    assert row_capacity(factor, rows, top_k=top_k, num_experts=experts) == by_rows
 
 
 @given(st.data())
@@ -130,25 +139,6 @@ def test_an_expert_serves_exactly_its_capacity_and_those_who_asked_first(
         in_order = [kept[route] for route in turn if expert[route] == e]
         assert sum(in_order) == min(capacity, len(in_order))
         assert in_order == sorted(in_order, reverse=True)
-
-
-def test_capacity_costs_no_table_of_rows_and_places() -> None:
-    """A million routes: a one-hot table of rows, experts and places would have 10¹³ entries."""
-    routes = 2**20
-    expert = torch.randint(64, (routes,), generator=torch.Generator().manual_seed(0))
-    kept = has_place(expert, torch.arange(routes), capacity=routes // 64)
-    wanted = torch.bincount(expert, minlength=64)
-    assert torch.equal(torch.bincount(expert[kept], minlength=64), wanted.clamp_max(routes // 64))
-
-
-@pytest.mark.parametrize(
-    ("factor", "routes", "experts", "capacity"),
-    [(1.0, 48, 8, 6), (1.25, 48, 8, 8), (1.0, 49, 8, 7), (1.1, 100, 10, 11), (0.1, 8, 8, 1)],
-)
-def test_capacity_is_rounded_up_exactly(
-    factor: float, routes: int, experts: int, capacity: int
-) -> None:
-    assert expert_capacity(factor, routes, num_experts=experts) == capacity
 
 
 def test_training_and_evaluation_have_capacities_of_their_own() -> None:
