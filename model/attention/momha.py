@@ -18,6 +18,7 @@ model width, E experts, K experts of a token, H heads of an expert, C channels o
 distances.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,10 +28,9 @@ from torch import Tensor
 from ..config.attention_config import MoMHAConfig
 from ..config.feed_forward_config import ExpertsConfig
 from ..config.model_config import ModelConfig
-from ..experts import ExpertLinears
 from ..initialise import Initializers, parameter, zeros
 from ..layers import Linear
-from ..moe import SparseLayer
+from ..moe import expert_linears
 from ..routers.router import Router
 from ..routers.sut import SutConfig, SutRouter
 from ..routing import Routing, head_to_token_routes, token_to_head_routes
@@ -53,24 +53,9 @@ class MoMHA(Attention):
             self.num_experts,
             init=initializers.router(d_model),
         )
-        self.query = SparseLayer(
-            ExpertLinears(
-                self.num_experts,
-                d_model,
-                width,
-                backend=backend,
-                init=initializers.attention_experts(d_model),
-            )
-        )
-        self.output = SparseLayer(
-            ExpertLinears(
-                self.num_experts,
-                width,
-                d_model,
-                backend=backend,
-                init=initializers.attention_experts(width),
-            )
-        )
+        linears, init = partial(expert_linears, backend=backend), initializers.attention_experts
+        self.query = linears(self.num_experts, d_model, width, init=init(d_model))
+        self.output = linears(self.num_experts, width, d_model, init=init(width))
         self.key = Linear(d_model, width, init=initializers.momha_dense(d_model))
         self.value = Linear(d_model, width, init=initializers.momha_dense(d_model))
         self.relative = parameter(

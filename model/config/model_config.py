@@ -28,16 +28,14 @@ from ..routers.table import ROUTER
 from .attention_config import ATTENTION, POSITIONS, AnyAttentionConfig, SwitchHeadConfig
 from .feed_forward_config import FEED_FORWARD, AnyFeedForwardConfig, ExpertsConfig
 from .loops_config import LoopsConfig
-from .sections import Section, kinds_first, set_value
+from .sections import Keys, Section, kinds_first, set_value
 
 # How a run multiplies matrices and stores weights (model/execution/precision.py).
 Precision = Literal["float32", "bfloat16", "bfloat16_only"]
 
 
-class HaltingConfig(BaseModel):
+class HaltingConfig(Keys):
     """Configures stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     loss: NonNegativeFloat = 0.01
     """Weight of the loss on the expected depth."""
@@ -51,14 +49,12 @@ class HaltingConfig(BaseModel):
     """A token stops once it has halted with this probability."""
 
 
-class InitialisationConfig(BaseModel):
+class InitialisationConfig(Keys):
     """Selects the published rules of the starting values (formulas in model/initialise.py).
 
     "paper": MoEUT's training code; "release": its official release, which also gives every router
     row equal norm; "sut": SUT; "takase": Huginn.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["paper", "release", "sut", "takase"] = "paper"
     expert_axis_norm: bool = False
@@ -67,10 +63,8 @@ class InitialisationConfig(BaseModel):
     """
 
 
-class NormalInitialisationConfig(BaseModel):
+class NormalInitialisationConfig(Keys):
     """Starts every matrix from N(0, `std`), norms at 1 and biases at 0 (Mixtral, Qwen, DeepSeek)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["normal"] = "normal"
     std: PositiveFloat = 0.02
@@ -80,10 +74,8 @@ class NormalInitialisationConfig(BaseModel):
     """Gives V and O weights unit norm across the expert axis at the start."""
 
 
-class ScaledInitialisationConfig(BaseModel):
+class ScaledInitialisationConfig(Keys):
     """Starts from truncated normals of variance scale / fan-in (Switch, Mixture of Tokens)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["scaled"] = "scaled"
     scale: PositiveFloat = 0.1

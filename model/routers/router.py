@@ -18,12 +18,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from ...kernels.fused.router import Gate, Routed, can_route, route_top_k
 from ...plugins import PluginError
 from ..balance import BALANCE, RunningSum, balance_value, choice_sums, document_sums
+from ..config.sections import Keys
 from ..execution.draws import num_sequences
 from ..execution.recompute import save_choice
 from ..initialise import Initializer
@@ -42,10 +43,8 @@ class Promises:
     balanced: bool  # every expert serves equally many rows, by construction
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(Keys):
     """Describes one kind of router in the model's configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
 
