@@ -247,27 +247,3 @@ def test_loads_of_all_kinds_are_collected_at_once_and_added_up_by_layer(
     assert added["feed_forward"].wanted_L.tolist() == [40, 20]
     assert added["feed_forward"].gate_sum_L.tolist() == [10.0, 5.0]
     assert added["value"].load_LN.sum(1).tolist() == [40, 40]
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
-def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: str) -> None:
-    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all
-    probability (k = 1).
-    """
-    experts = 6
-    rotated = torch.eye(experts).repeat(
-        4, 1
-    )  # every expert first equally often; the topk of ties is spread below
-    logits = torch.stack(
-        [0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k)]
-    ).sum(0)
-    even = choice_sums(routing(logits[:, None], top_k), 2)
-    value = balance_value(even, "load", scope, RunningSum()).mean()
-    torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)
-    if top_k == 1:
-        collapsed = torch.zeros(8, 1, experts).index_fill(2, torch.tensor([0]), 50.0)
-        value = balance_value(
-            choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()
-        ).mean()
-        torch.testing.assert_close(value, torch.tensor(float(experts)))

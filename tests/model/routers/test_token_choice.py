@@ -207,6 +207,15 @@ def test_jitter_scales_every_input_of_the_router_in_training_only() -> None:
     assert torch.equal(router.eval().choose(x_TD).logits_TE, x_TD @ router.weight.T)
 
 
+@pytest.mark.parametrize("kind", ["token_choice", "deepseek", "cosine"])
+def test_rows_of_low_precision_are_judged_in_float32(kind: str) -> None:
+    router = make_router(kind, top_k=2).float()
+    x_TD = rows(2, 3).flatten(0, 1).bfloat16()
+    choice = router.choose(x_TD)
+    assert choice.logits_TE.dtype == choice.weights_TK.dtype == torch.float32
+    torch.testing.assert_close(choice.logits_TE, router.choose(x_TD.float()).logits_TE)
+
+
 # Losses
 
 
