@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family import LEAVING, own_depths, program, set_options, some_tokens, tiny_model
-from row_order import assert_reordered, reordered_pass
 from shared import shared_folder
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.loops.depth import own_depth
 from moebius.model.loops.exits import exit_log_probabilities
 from moebius.model.loops.injection import DecayInjection
-from moebius.model.loops.program import Loops
 from moebius.model.transformer import Transformer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -426,47 +424,3 @@ def test_memory_grows_with_the_loops_that_have_a_gradient_and_with_no_others():
     assert bytes_of[4, 3] - bytes_of[4, 2] == pytest.approx(one_loop, rel=0.05)
     for kept in (1, 2, 3):
         assert bytes_of[16, kept] == pytest.approx(bytes_of[4, kept], rel=0.01)
-
-
-class Masked(Loops):
-    """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
-
-    def forward(self, steps, x_BSD, *, final_norm, predict):
-        depth, norms, has_grad = steps.depth, self._norms(final_norm), torch.is_grad_enabled()
-        for step in steps.prelude:
-            x_BSD = steps.apply(step, x_BSD)
-        states = self.enter(x_BSD, steps)
-        for loop in range(depth.num_loops):
-            places = [depth.place(loop, sequence) for sequence in range(len(x_BSD))]
-            with torch.set_grad_enabled(has_grad and loop >= depth.no_gradient):
-                y_BSD = self.injection(states.x_BSD, states.e_BSD)
-                if self.condition is not None:
-                    own = [max(place, 0) for place in places]
-                    y_BSD = self.condition(y_BSD, own, list(depth.of_sequence))
-                for step in steps.loops[loop]:
-                    y_BSD = steps.apply(step, y_BSD)
-                y_BSD = norms.of_loop(y_BSD)
-            is_live = torch.tensor(places)[:, None, None] >= 0
-            states.x_BSD = torch.where(is_live, y_BSD, states.x_BSD)
-        return [self.read(steps, norms, states.x_BSD, None)], []
-
-
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", LEAVING)
-def test_sequences_that_leave_equal_the_masked_reference(name, dtype):
-    """Up to rounding, since products have other numbers of rows."""
-    found = []
-    for masked in (False, True):
-        model = program(name).to(dtype)
-        set_options(model, depth=own_depths(model, 3, 1, 5, 2))
-        if masked:
-            model.loops.__class__ = Masked
-        torch.manual_seed(0)
-        tokens, targets = (some_tokens(4, POSITIONS, seed=seed) for seed in (1, 2))
-        loss = model(tokens, targets_BS=targets).cross_entropy
-        loss.backward()
-        found.append([loss, *gradients_of(model)])
-    bound = reordered_pass(model, num_loops=5)
-    for one, other in zip(*found, strict=True):
-        assert_reordered(one, other, bound)

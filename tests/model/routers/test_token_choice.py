@@ -232,7 +232,7 @@ def test_published_coefficients_of_the_balancing_loss_convert(top_k: int) -> Non
     torch.testing.assert_close(every, top_k * loss.value_B.mean())
 
 
-def test_the_z_loss_is_the_mean_square_of_the_log_partition_function_and_shrinks_logits() -> None:
+def test_the_z_loss_is_the_mean_square_of_the_log_partition_function() -> None:
     router = make_router("token_choice", top_k=2, z_loss=0.001, balance=0.0)
     x_TD = rows(4, 5).flatten(0, 1)
     for scale in (1.0, 10.0):
@@ -244,11 +244,6 @@ def test_the_z_loss_is_the_mean_square_of_the_log_partition_function_and_shrinks
             math.log(sum(math.exp(z) for z in row)) ** 2 for row in logits_TE.tolist()
         ) / len(x_TD)
         assert loss.value_B.mean().item() == pytest.approx(by_hand, rel=1e-9)
-        (gradient,) = torch.autograd.grad(loss.value_B.mean(), router.weight)
-        stepped = scale * x_TD @ (router.weight - 1e-3 / scale**2 * gradient).T
-        assert stepped.logsumexp(-1).square().mean() < logits_TE.logsumexp(-1).square().mean()
-        if scale == 10.0:
-            assert stepped.abs().mean() < logits_TE.abs().mean()
 
 
 def test_the_loss_over_first_choices_is_the_published_formula() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parts import layers
-from sparse_layer import make_layer, make_model, rows
+from sparse_layer import make_layer, rows
 from torch import Tensor
 
 from moebius.model.balance import RunningSum
@@ -99,16 +98,3 @@ def test_calibration_subtracts_the_mean_logits_of_the_last_mixing_step() -> None
     raw_E = torch.bincount(router.choose(x_BSD.flatten(0, 1)).experts_TK[:, 0], minlength=6)
     assert load_E.max() < 0.5 * 240
     assert raw_E.max() > 0.9 * 240
-
-
-def test_the_means_are_over_all_repeats_of_a_shared_layer() -> None:
-    model = make_model(
-        TRANSITION | {"calibrate": True}, {"num_layers": 3, "layers_per_group": 1}, num_experts=4
-    )
-    output = model(torch.randint(31, (8, 5), generator=torch.Generator().manual_seed(0)))
-    assert set(output.carried) == {"0/feed_forward/logits", "0/feed_forward/rows"}
-    assert output.carried["0/feed_forward/rows"].item() == 3 * 8 * 5
-    model.after_step(9, {name: total.double() for name, total in output.carried.items()})
-    expected = output.carried["0/feed_forward/logits"] / 120
-    torch.testing.assert_close(layers(model)[0].feed_forward.router.mean_logit, expected)
-    assert make_model(TRANSITION, num_experts=4)(torch.zeros(4, 2, dtype=torch.int64)).carried == {}
