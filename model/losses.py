@@ -42,7 +42,7 @@ class Targets:
 
 
 class Losses:
-    """Adds up a pass's losses, with coefficients for the gradient, and without and with measures for the log."""
+    """Adds up a pass's losses: weighted for the gradient, and unweighted, with measures, for the log."""
 
     def __init__(self, config: ModelConfig, steps: DepthSteps, device: torch.device) -> None:
         self._config, self._steps = config, steps

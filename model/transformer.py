@@ -156,15 +156,15 @@ class Transformer(nn.Module):
             self.config, self.group, options, x_BSD, cache, documents, training=self.training
         )
         with steps.open():
-            rows, gates = self._repeat(steps, x_BSD)
+            rows, gates = self._run_layers(steps, x_BSD)
         losses = Losses(self.config, steps, tokens_BS.device)
         losses.add_steps(self.routers(), self.running)
-        given = Targets(tokens_BS, targets_BS, loss_mask_BS)
+        targets = Targets(tokens_BS, targets_BS, loss_mask_BS)
         if self.training and targets_BS is not None:
-            found = losses.cross_entropy(rows, gates, given, self.read_out)
-            losses.add_own(options.depth_losses, given, self._read_state)
+            found = losses.cross_entropy(rows, gates, targets, self.read_out)
+            losses.add_own(options.depth_losses, targets, self._read_state)
         else:
-            found = self.read_out(rows[-1], given)
+            found = self.read_out(rows[-1], targets)
         return ModelOutput.of(found, losses, steps)
 
     def new_cache(
@@ -254,7 +254,7 @@ class Transformer(nn.Module):
             x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight to set its dtype
         return x_BSD
 
-    def _repeat(self, steps: DepthSteps, x_BSD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _run_layers(self, steps: DepthSteps, x_BSD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the rows that the read-out reads, of one or more loops, and each one's exit gate."""
         if self.halting is None:
             return self.loops(steps, x_BSD, final_norm=self._normed, predict=self.read_out)

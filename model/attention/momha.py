@@ -8,10 +8,11 @@ cache is as large as for one expert.
     q_j  = Q_jᵀ x                                      for each picked expert j
     k, v = W_k m, W_v m                                m: the rows themselves, or their halted states
     out  = Σ_j g_j · O_jᵀ concat_heads(softmax(q_j·k / √C + rel) v)
-    rel  = (q_j·C^(−¼)) · P[head, clip(key position − query position)]     learned, zero at the start, shared by all experts
+    rel  = (q_j·C^(−¼)) · relative[head, clip(key position − query position)]     learned, zero at the start, of all experts
 
-As published, the scale is split over q and k, the relative term has only q's share, and P has
-columns for later positions, which a causal model never reads. Cost per token: K·H rows of scores.
+As published, the scale is split over q and k, the relative term has only q's share, and it
+has columns for later positions, which a causal model never reads. Cost per token: K·H rows of
+scores.
 
 Legend: B sequences, S new positions, M all positions (S and the cached ones), T = B·S tokens, D
 model width, E experts, K experts of a token, H heads of an expert, C channels of a head, R

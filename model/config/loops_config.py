@@ -1,8 +1,8 @@
 """Which layers a model repeats, and what a loop reads: the section `model.loops`.
 
-    prelude P layers → core of C layers, R times → coda Q layers
+    prelude → core of C layers, R times → coda
 
-MoEUT (arXiv 2405.16039), Universal Transformers and SUT are the case P = Q = 0 without injection.
+MoEUT (arXiv 2405.16039), Universal Transformers and SUT have only the core, without injection.
 Huginn (arXiv 2502.05171), Parcae (arXiv 2604.12946) and Ouro (arXiv 2510.25741) are others.
 """
 
