@@ -14,7 +14,8 @@ from .balance import RouterReport, RunningSum, add_sums, pooled_balance, stack_s
 from .config.model_config import ModelConfig
 from .execution.depth_losses import DepthStates, WeightedLoss
 from .layers import on_device, wide_dtype
-from .loops.exits import expected_loss, mean_of_real
+from .loops.exits import expected_loss
+from .loops.measures import mean_of_real
 from .loops.steps import DepthSteps
 from .routers.router import ChoiceRouter, Loss, Router
 

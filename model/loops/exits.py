@@ -20,7 +20,7 @@ from ..config.model_config import ModelConfig
 from ..initialise import parameter, zeros
 from ..layers import wide_dtype
 from .depth import PassDepth
-from .watch import LoopWatch, Reading
+from .measures import LoopWatch, Reading, mean_of_real, state_change
 
 Kind = Literal["kl", "state", "gate"]
 _FORM = (
@@ -189,17 +189,3 @@ class Exits(LoopWatch):
         before, now = self._log_p_BSV, reading.logits(rows_BSD)
         now = self._log_p_BSV = now.log_softmax(-1, dtype=wide_dtype(rows_BSD))
         return None if before is None else (before.exp() * (before - now)).sum(-1)
-
-
-def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
-    """Returns each sequence's mean over the positions that are marked as real, (B,); None: all."""
-    if real_BS is None:
-        return value_BS.mean(-1)
-    return value_BS.where(real_BS, 0).sum(-1) / real_BS.sum(-1).clamp_min(1)
-
-
-def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
-    """Returns ‖after − before‖ / ‖after‖ at every position, (B, S)."""
-    wide = wide_dtype(after_BSD)
-    change_BS = (after_BSD.to(wide) - before_BSD.to(wide)).norm(dim=-1)
-    return change_BS / after_BSD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)

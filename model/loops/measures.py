@@ -1,25 +1,61 @@
-"""How much the loops of a training pass differ: in state, and in the experts that they choose.
+"""What watches the loops of a pass from outside: the depths of its sequences, and how loops differ.
 
-Routing that diverges between loops is what lets a looped mixture of experts beat its unlooped
-partner where a looped dense model does not (arXiv 2605.09165).
+A pass has one watch. `LoopWatch` only knows which sequences make a loop, `LoopMeasures` compares
+loops in training, and `Exits` (exits.py) lets sequences leave in evaluation.
 
-A pass compares all its loops at its end, in few operations, with T·E·(R + 1) bytes of marks per
-layer.
+Measured are the state and the experts that are chosen: routing that diverges between loops is what
+lets a looped mixture of experts beat its unlooped partner where a looped dense model does not (arXiv
+2605.09165). A pass compares all its loops at its end, in few operations, with T·E·(R + 1) bytes of
+marks per layer.
 
 Legend: B sequences, S positions (or sub-tokens), T = B·S rows of the router, E experts, D model
 width, R loops, L layers, N routes of a layer in all loops, X = Σ B' pairs of a loop of the pass and
 a sequence that makes it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..balance import Choices, RouterReport
 from ..config.model_config import DepthStep
-from ..layers import on_device
+from ..layers import on_device, wide_dtype
 from .depth import PassDepth, shares_making
-from .exits import mean_of_real, state_change
-from .watch import LoopWatch, Reading
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Reads a state between two loops as the pass would at its end."""
+
+    rows: Callable[[Tensor, Tensor | None], Tensor]  # of a state of sequences (B',); None: of all
+    logits: Callable[[Tensor], Tensor]  # of such rows
+    gate: Callable[[Tensor], Tensor] | None  # the exit gate, of such rows; None: the model has none
+
+
+class LoopWatch:
+    """Follows the depth of every sequence, and measures nothing."""
+
+    marks_choices = False  # whether `see_routes` needs the experts of every route
+
+    def __init__(self, depth: PassDepth, x_BSD: Tensor, real_BS: Tensor | None) -> None:
+        """Takes which positions are not padding, bool; None: all."""
+        self.depth, self.batch_size, self.real_BS = depth, len(x_BSD), real_BS
+
+    def enter(self, loop: int) -> list[int] | None:
+        """Returns the sequences that make a loop of the pass; None: all."""
+        return self.depth.live(loop)
+
+    def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
+        """Sees the choices of the feed-forward's router in a depth step."""
+
+    def leave(self, loop: int, before_BSD: Tensor, after_BSD: Tensor, reading: Reading) -> None:
+        """Sees the states of the sequences that have made a loop, before and after it."""
+
+    def values(self) -> dict[str, Tensor]:
+        """Returns what the pass logs, (B,) by name."""
+        return {}
 
 
 class LoopMeasures(LoopWatch):
@@ -138,3 +174,17 @@ def jensen_shannon(first_BE: Tensor, second_BE: Tensor) -> Tensor:
     entropy = torch.special.entr
     divergence_BE = entropy((p_BE + q_BE) / 2) - (entropy(p_BE) + entropy(q_BE)) / 2
     return divergence_BE.sum(-1) * (first_B1 * second_B1 > 0).squeeze(-1)
+
+
+def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
+    """Returns each sequence's mean over the positions that are marked as real, (B,); None: all."""
+    if real_BS is None:
+        return value_BS.mean(-1)
+    return value_BS.where(real_BS, 0).sum(-1) / real_BS.sum(-1).clamp_min(1)
+
+
+def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
+    """Returns ‖after − before‖ / ‖after‖ at every position, (B, S)."""
+    wide = wide_dtype(after_BSD)
+    change_BS = (after_BSD.to(wide) - before_BSD.to(wide)).norm(dim=-1)
+    return change_BS / after_BSD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)

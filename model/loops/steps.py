@@ -22,8 +22,7 @@ from ..layers import on_device, rotary_of
 from .depth import PassDepth, own_depth
 from .exits import ExitRule, Exits
 from .halting import Halted, Unhalted
-from .measures import LoopMeasures
-from .watch import LoopWatch
+from .measures import LoopMeasures, LoopWatch
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.loops.depth import own_depth
 from moebius.model.loops.exits import exit_log_probabilities
-from moebius.model.loops.injection import DecayInjection
+from moebius.model.loops.program import DecayInjection
 from moebius.model.transformer import Transformer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
