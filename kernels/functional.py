@@ -4,8 +4,7 @@ The `reference` backend is plain PyTorch under autograd. Every other backend imp
 the backward pass of each function (calls.py), from gather to scatter-add, and ops.py makes operators
 of them. A backend can therefore fuse the steps and keep little for the backward pass.
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns of w_up (F, or 2F of gated
-activations), O output width.
+Legend: U source rows, N routes, E experts; widths D in, F hidden, W of w_up (F; gated 2F), O out.
 """
 
 from typing import Any

@@ -1,13 +1,10 @@
 """What code inside a forward pass shares without being handed it; all of it begins and ends here.
 
-    made    from `DepthSteps.open` to the end of the forward pass: what every call on a weight uses
-            (kernels/gradients.py)
-    draws   inside one layer's step in training: its random numbers (model/execution/draws.py)
-    saved   inside one recomputed step, in both runs: the first run's decisions
-            (model/execution/recompute.py)
+    made    from `DepthSteps.open` on: what every call on a weight uses (kernels/gradients.py)
+    draws   in one layer's step in training: its random numbers (model/execution/draws.py)
+    saved   in a recomputed step's two runs: decisions (model/execution/recompute.py)
 
-A second run happens in the backward pass, where no forward pass is open. It has its own `draws` and
-`saved`, and nothing that the pass has `made`.
+A second run belongs to the backward pass, where no forward pass is open: nothing is `made` there.
 """
 
 from collections.abc import Iterator

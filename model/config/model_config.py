@@ -413,8 +413,9 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return self
 
     @model_validator(mode="after")
-    def _check_sparse_layers(self) -> Self:
+    def _check_listed_layers(self) -> Self:
         _check_listed("feed_forward.sparse_layers", self.experts, self.layers_per_group)
+        _check_listed("attention.window_layers", self.attention, self.layers_per_group)
         if self.experts is not None and not self.sparse_members:
             raise ValueError(
                 f"feed_forward.sparse_layers={self.experts.sparse_layers!r} with "
@@ -444,11 +445,6 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f"norm_eps={self.norm_eps} with norm_layer={self.norm_layer!r}: your own norm has its own; "
                 "leave norm_eps out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_windows(self) -> Self:
-        _check_listed("attention.window_layers", self.attention, self.layers_per_group)
         return self
 
     @model_validator(mode="after")

@@ -31,9 +31,8 @@ class PassDepth:
     no_gradient: int = 0  # of these, counted from the first
     of_sequence: tuple[int, ...] | None = None  # on this rank; None: all make `num_loops`
     kept: int | None = None  # loops of a sequence that have a gradient; None: all
-    shares: tuple[
-        float, ...
-    ] = ()  # of the step's sequences that make each loop; (): as in the pass
+    # Of the step's sequences that make each loop; (): as in the pass
+    shares: tuple[float, ...] = ()
 
     def live(self, loop: int) -> list[int] | None:
         """Returns the sequences that take part in a loop of the pass; None: all."""

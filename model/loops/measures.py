@@ -5,8 +5,7 @@ loops in training, and `Exits` (exits.py) lets sequences leave in evaluation.
 
 Measured are the state and the experts that are chosen: routing that diverges between loops is what
 lets a looped mixture of experts beat its unlooped partner where a looped dense model does not (arXiv
-2605.09165). A pass compares all its loops at its end, in few operations, with T·E·(R + 1) bytes of
-marks per layer.
+2605.09165). A pass compares all its loops at its end, with T·E·(R + 1) bytes of marks per layer.
 
 Legend: B sequences, S positions (or sub-tokens), T = B·S rows of the router, E experts, D model
 width, R loops, L layers, N routes of a layer in all loops, X = Σ B' pairs of a loop of the pass and

@@ -225,7 +225,8 @@ class Loops(nn.Module):
         for loop, layers in steps.loops.items():
             states.keep(steps.watch.enter(loop))  # outside `no_grad`: those that wait keep theirs
             before_BSD = states.x_BSD
-            with torch.set_grad_enabled(torch.is_grad_enabled() and steps.has_gradient(loop)):
+            has_gradient = torch.is_grad_enabled() and loop >= steps.depth.no_gradient
+            with torch.set_grad_enabled(has_gradient):
                 states.x_BSD = self.begin(states, loop, steps.depth)
                 for step in layers:
                     states.x_BSD = steps.apply(step, states.x_BSD, states.live)

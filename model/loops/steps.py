@@ -30,9 +30,8 @@ class PassOptions:
     """Says how one forward pass runs; the default is the model as configured."""
 
     depth: PassDepth | None = None  # how many loops each sequence makes; None: `num_repeats`
-    exit_rule: ExitRule | None = (
-        None  # in evaluation: when a sequence stops looping; None: at the end
-    )
+    # In evaluation: when a sequence stops looping; None: at the end
+    exit_rule: ExitRule | None = None
     # For training; evaluation ignores draws, measures_loops and depth_losses:
     draws: Draws | None = None  # random numbers; None: keyed by torch's default generator
     measures_loops: bool = False  # whether loops are compared (measures.py)
@@ -112,10 +111,6 @@ class DepthSteps:
     def open(self) -> AbstractContextManager[None]:
         """Opens the forward pass (kernels/pass_scope.py): repeats of a layer share gradient sums."""
         return accumulate_weight_gradients()
-
-    def has_gradient(self, loop: int) -> bool:
-        """Returns whether gradients flow through a loop."""
-        return loop >= self.depth.no_gradient
 
     def apply_unhalted(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted) -> Tensor:
         """Applies one layer to the tokens that have not halted."""

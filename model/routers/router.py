@@ -126,9 +126,8 @@ class Router(nn.Module):
     Config: ClassVar[type[RouterConfig]]
     backend: str = "auto"  # of the experts (`kernels.backend`); Triton's has router kernels
     carried: tuple[str, ...] = ()  # names of the statistics for `after_step`
-    reads_step: ClassVar[bool] = (
-        False  # whether `forward` takes `step`, the DepthStep that it is in
-    )
+    # Whether `forward` takes `step`, the DepthStep that it is in.
+    reads_step: ClassVar[bool] = False
     # Biases and temperatures that no precision of the run rounds; it never rounds buffers.
     keeps_float32: ClassVar[tuple[str, ...]] = ()
 
