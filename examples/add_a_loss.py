@@ -23,7 +23,7 @@ def read_early(depths: DepthStates, power: float = 1.0) -> Tensor:
     early = depths.states_L[:-1]
     weights = [float(step) ** power for step in range(1, len(early) + 1)]
     losses = [
-        weight * depths.read_out(state_BSD)
+        weight * depths.cross_entropy(state_BSD)
         for weight, state_BSD in zip(weights, early, strict=True)
     ]
     return torch.stack(losses).sum(0) / sum(weights)

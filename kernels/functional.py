@@ -4,7 +4,7 @@ The `reference` backend is plain PyTorch under autograd. Every other backend imp
 the backward pass of each function (calls.py), from gather to scatter-add, and ops.py makes operators
 of them. A backend can therefore fuse the steps and keep little for the backward pass.
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
+Legend: U source rows, N routes, E experts; widths D in, F hidden, W of w_up (F; gated 2F), O out.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .reference import ACTIVATIONS, columns_of
 
 def routed_mlp(
     x_UD: Tensor,
-    w_up_EDF: Tensor,
+    w_up_EDW: Tensor,
     w_down_EFO: Tensor,
     routes: RouteList,
     *,
@@ -37,7 +37,7 @@ def routed_mlp(
 
     Args:
         x_UD: source rows, cast to the weights' dtype like the biases.
-        w_up_EDF, w_down_EFO: one two-layer perceptron per expert.
+        w_up_EDW, w_down_EFO: one two-layer perceptron per expert.
         routes: indices in range (experts 0 … E−1); weights float32, differentiable. With a positive
             `per_expert` nothing is sorted and no count is read from the device.
         activation: a, one of "relu", "relu2" (its square), "gelu" (with erf), "silu", or the gated
@@ -56,29 +56,29 @@ def routed_mlp(
     Raises:
         ValueError: an unknown activation or backend, or shapes or a `per_expert` that do not fit.
     """
-    check_shapes(w_up_EDF, w_down_EFO, activation, b_up_EF=b_up_EF, b_down_EO=b_down_EO)
-    check_counts(routes, w_up_EDF.shape[0])
-    dtype = w_up_EDF.dtype
+    check_shapes(w_up_EDW, w_down_EFO, activation, b_up_EF=b_up_EF, b_down_EO=b_down_EO)
+    check_counts(routes, w_up_EDW.shape[0])
+    dtype = w_up_EDW.dtype
     x_UD = x_UD.to(dtype).contiguous()
-    w_up_EDF, w_down_EFO = w_up_EDF.contiguous(), w_down_EFO.contiguous()
+    w_up_EDW, w_down_EFO = w_up_EDW.contiguous(), w_down_EFO.contiguous()
     b_up_EF = None if b_up_EF is None else b_up_EF.to(dtype).contiguous()
     b_down_EO = None if b_down_EO is None else b_down_EO.to(dtype).contiguous()
     backend = resolve_backend(backend, x_UD.device, dtype)
     if backend == "reference":
         return reference.routed_mlp(
             x_UD,
-            w_up_EDF,
+            w_up_EDW,
             w_down_EFO,
             routes,
             activation=activation,
             b_up_EW=b_up_EF,
             b_down_EO=b_down_EO,
         )
-    (w_up_EDF, w_down_EFO), number = shared_weights(w_up_EDF, w_down_EFO, defer=defer)
+    (w_up_EDW, w_down_EFO), number = shared_weights(w_up_EDW, w_down_EFO, defer=defer)
     y_TO, _ = ops.routed_mlp(
         **sorted_fields(routes),
         x_UD=x_UD,
-        w_up_EDW=w_up_EDF,
+        w_up_EDW=w_up_EDW,
         w_down_EFO=w_down_EFO,
         b_up_EW=b_up_EF,
         b_down_EO=b_down_EO,

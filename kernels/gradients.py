@@ -10,15 +10,16 @@ Tensors that all calls derive from a weight are made once per pass, too (`once_p
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .pass_scope import pass_scope, sharing
 
 T = TypeVar("T")
 _MOST_CALLS = 16  # whose parts wait in memory
@@ -97,20 +98,14 @@ class _SharedBank(NamedTuple):
 _number = itertools.count(1)
 # Ops take numbers, not objects.
 _sums: weakref.WeakValueDictionary[int, GradientSum] = weakref.WeakValueDictionary()
-_banks: ContextVar[dict[tuple, Any] | None] = ContextVar("banks", default=None)
 
 
-@contextmanager
-def accumulate_weight_gradients() -> Iterator[None]:
+def accumulate_weight_gradients() -> AbstractContextManager[None]:
     """Makes the calls of a forward pass sum their weights' gradients; no weight may change meanwhile.
 
     Contexts nest: the inner one has its own sums.
     """
-    token = _banks.set({})
-    try:
-        yield
-    finally:
-        _banks.reset(token)
+    return sharing(made={})
 
 
 def shared_weights(*weights: Tensor, defer: bool, joins: bool = False) -> tuple[Sums, int]:
@@ -119,7 +114,7 @@ def shared_weights(*weights: Tensor, defer: bool, joins: bool = False) -> tuple[
     Outside `accumulate_weight_gradients` these are the given weights and 0. With `joins` it is one
     matrix of all their rows, made once per pass.
     """
-    banks = None if torch.compiler.is_compiling() else _banks.get()
+    banks = None if torch.compiler.is_compiling() else pass_scope().made
     if banks is None or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
         return (torch.cat(weights),) if joins else weights, 0
     key = tuple(map(id, weights))
@@ -138,7 +133,7 @@ def once_per_pass(key: Hashable, make: Callable[..., T], *weights: Tensor) -> T:
 
     `key` names what is made. A result made without autograd is not used with it.
     """
-    made = None if torch.compiler.is_compiling() else _banks.get()
+    made = None if torch.compiler.is_compiling() else pass_scope().made
     if made is None:
         return make(*weights)
     place = (key, torch.is_grad_enabled(), *map(id, weights))

@@ -1,12 +1,11 @@
 """One layer: attention and feed-forward, and the residual stream between them.
 
-After attention and after the feed-forward their output is added to the stream, and the sum is
-normalised and handed to each reader. With plain
-operations every matrix casts its own input. With Triton's kernels the addition, the norm and the
-casts are one pass over the rows (kernels/fused/norm.py), which gives each reader rows in its
-products' dtype. Results agree up to float32 rounding and one sum: if a shared expert and routed
-experts read the same bfloat16 copy, their two gradients are added in bfloat16, an error of at most
-2⁻⁹ of the sum. All other sums are float32.
+Attention and feed-forward each add their output to the stream. The sum is then normalised and
+handed to each reader. With plain operations every matrix casts its own input. With Triton's kernels
+the addition, the norm and the casts are one pass over the rows (kernels/fused/norm.py), which gives
+each reader rows in its products' dtype. Results agree up to float32 rounding, except for one sum: if
+a shared expert and routed experts read the same bfloat16 copy, their two gradients are added in
+bfloat16, an error of at most 2⁻⁹ of the sum.
 
 Legend: B sequences, S positions, D model width.
 """

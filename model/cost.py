@@ -53,19 +53,19 @@ class Parameters:
 class Flops:
     """Counts the FLOPs of one token in one forward pass, by part."""
 
-    attention_projections: float  # Q, K, V, O, dense or by experts
-    attention_scores: float  # scores, and the weighted sums of values
-    feed_forward: float  # routed and shared experts, and dense layers
-    sub_tokens: float  # head and merge maps of Multi-Head MoE
+    attention_projections: float = 0  # Q, K, V, O, dense or by experts
+    attention_scores: float = 0  # scores, and the weighted sums of values
+    feed_forward: float = 0  # routed and shared experts, and dense layers
+    sub_tokens: float = 0  # head and merge maps of Multi-Head MoE
     # routers of feed-forward and attention, merging and emitting of mixtures, halting
-    routing: float
-    injection: float  # the input of every loop
-    read_out: float
+    routing: float = 0
+    injection: float = 0  # the input of every loop
+    read_out: float = 0
     # not parts: what the loss reads of loops before the last, what the backward pass leaves out, and
     # what drawn numbers of loops add to training on average
-    earlier_reads: float
-    no_gradient: float
-    drawn_depths: float
+    earlier_reads: float = 0
+    no_gradient: float = 0
+    drawn_depths: float = 0
 
     @property
     def forward(self) -> float:
@@ -88,10 +88,8 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
     """Counts the model's parameters; Soft MoE's active ones depend on the sequence length."""
     with torch.device("meta"):
         model = Transformer(config)
-    in_layers = _numel(model.group)
-    in_layers += _numel(model.loops)
-    if model.halting is not None:
-        in_layers += _numel(model.halting)
+    parts = model.group, model.loops, model.halting
+    in_layers = sum(_numel(part) for part in parts if part is not None)
     idle = sum(_idle(config, cast(Layer, layer), seq_len) for layer in model.group)
     total = _numel(model)
     return Parameters(total, in_layers, round(total - idle))
@@ -120,13 +118,13 @@ def _at_depth(config: ModelConfig, seq_len: int) -> Flops:
     parts = [*layers, _injection(config), _earlier_reads(config, layers)]
     first = config.loops.depth.first_with_gradient(config.num_repeats)
     parts += [
-        _flops(no_gradient=2 * layer.forward)
+        Flops(no_gradient=2 * layer.forward)
         for layer, step in zip(layers, schedule, strict=True)
         if step.loop is not None and step.loop < first
     ]
     if config.halting is not None:
-        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(layers) - 1)
-    return sum(parts, _flops(read_out=2 * config.d_model * config.vocab_size))
+        parts += [Flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(layers) - 1)
+    return sum(parts, Flops(read_out=2 * config.d_model * config.vocab_size))
 
 
 def is_upper_bound(config: ModelConfig) -> bool:
@@ -153,10 +151,6 @@ def _idle(config: ModelConfig, layer: Layer, seq_len: int) -> float:
     return idle
 
 
-def _flops(**parts: float) -> Flops:
-    return Flops(**{field.name: parts.get(field.name, 0) for field in fields(Flops)})
-
-
 def _attention(config: ModelConfig, seq_len: int) -> Flops:
     attention, d_model = config.attention, config.d_model
     width = attention.num_heads * attention.d_head
@@ -164,13 +158,13 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
     if isinstance(attention, MoMHAConfig):
         # K and V are dense; the router has two layers; every expert has its own scores
         relative = 2 * width * attention.max_distance
-        return _flops(
+        return Flops(
             attention_projections=2 * (1 + attention.top_k) * projection,
             attention_scores=attention.top_k * (scores + relative),
             routing=2 * d_model * (d_model + attention.num_experts),
         )
     if isinstance(attention, SwitchHeadConfig) and attention.has_experts:  # Q and K are dense
-        return _flops(
+        return Flops(
             attention_projections=2 * (1 + attention.top_k) * projection,
             attention_scores=scores,
             routing=2 * 2 * d_model * attention.expert_count,
@@ -181,9 +175,9 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
         shared = attention.kv_heads / attention.num_heads  # of keys and values
         sink = int(attention.sinks)  # one more key, and one more channel for its score
         scores = 2 * (seq_len + sink) * (2 * width + sink * attention.num_heads)
-        return _flops(attention_projections=2 * (1 + shared) * projection, attention_scores=scores)
+        return Flops(attention_projections=2 * (1 + shared) * projection, attention_scores=scores)
     gates = 2 * d_model * attention.num_heads if attention.kind == "switchhead" else 0
-    return _flops(attention_projections=4 * projection, attention_scores=scores, routing=gates)
+    return Flops(attention_projections=4 * projection, attention_scores=scores, routing=gates)
 
 
 def _latent_attention(attention: MLAConfig, d_model: int, seq_len: int) -> Flops:
@@ -193,7 +187,7 @@ def _latent_attention(attention: MLAConfig, d_model: int, seq_len: int) -> Flops
     maps = d_model * of_query if rank is None else rank * (d_model + of_query)
     maps += d_model * (attention.kv_rank + attention.d_rotary)
     maps += attention.kv_rank * (heads * attention.d_head + of_value) + of_value * d_model
-    return _flops(
+    return Flops(
         attention_projections=2 * maps, attention_scores=2 * seq_len * (of_query + of_value)
     )
 
@@ -202,12 +196,12 @@ def _injection(config: ModelConfig) -> Flops:
     """Computes the FLOPs of reading e once, and of what a loop, or the coda, does to the state."""
     loops, product = config.loops, 2 * config.d_model**2
     if loops.inject == "decay":
-        return _flops(injection=2 * product)
+        return Flops(injection=2 * product)
     if loops.inject != "linear":
-        return _flops()
+        return Flops()
     first = loops.depth.first_with_gradient(config.num_repeats)
     state_is_given = first > 0 or loops.start != "embedding"  # and its gradient is not wanted
-    return _flops(
+    return Flops(
         injection=(1 + config.num_repeats) * product,
         no_gradient=(2 * first + state_is_given) * product,
     )
@@ -220,15 +214,15 @@ def _earlier_reads(config: ModelConfig, layers: list[Flops]) -> Flops:
     each += sum(layer.forward for layer in layers[len(layers) - loops.coda :])
     found = (len(loops.read_loops(config.num_repeats)) - 1) * each
     if loops.exit_entropy is None:
-        return _flops(earlier_reads=found)
+        return Flops(earlier_reads=found)
     # the last loop takes what is left, and its gate has no gradient
     gates = 2 * d_model * config.num_repeats
-    return _flops(earlier_reads=found + gates, no_gradient=2 * 2 * d_model)
+    return Flops(earlier_reads=found + gates, no_gradient=2 * 2 * d_model)
 
 
 def _dense(config: ModelConfig) -> Flops:
     dense = config.feed_forward
-    return _flops(feed_forward=_mlp(dense.activation, config.d_model, dense.d_feed_forward))
+    return Flops(feed_forward=_mlp(dense.activation, config.d_model, dense.d_feed_forward))
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops:
@@ -240,7 +234,7 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops
     shared += 2 * config.d_model * experts.shared_gate
     # In peri-layernorm, router and experts read different rows, so the head map runs twice.
     maps = 0 if rows == 1 else 3 if config.norm == "peri" else 2
-    return _flops(
+    return Flops(
         feed_forward=routed + shared,
         sub_tokens=maps * 2 * config.d_model**2,
         routing=rows * experts.router.router_flops(d_row, experts.num_experts),

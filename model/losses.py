@@ -14,7 +14,8 @@ from .balance import RouterReport, RunningSum, add_sums, pooled_balance, stack_s
 from .config.model_config import ModelConfig
 from .execution.depth_losses import DepthStates, WeightedLoss
 from .layers import on_device, wide_dtype
-from .loops.exits import expected_loss, mean_of_real
+from .loops.exits import expected_loss
+from .loops.measures import mean_of_real
 from .loops.steps import DepthSteps
 from .routers.router import ChoiceRouter, Loss, Router
 
@@ -42,7 +43,7 @@ class Targets:
 
 
 class Losses:
-    """Adds up a pass's losses, with coefficients for the gradient, and without and with measures for the log."""
+    """Adds up a pass's losses: weighted for the gradient, and unweighted, with measures, for the log."""
 
     def __init__(self, config: ModelConfig, steps: DepthSteps, device: torch.device) -> None:
         self._config, self._steps = config, steps
@@ -62,8 +63,7 @@ class Losses:
         steps, halting = self._steps, self._config.halting
         if steps.training:
             self._add_routers(routers, running)
-        if steps.measures is not None:
-            self.auxiliary |= steps.measures.values()
+        self.auxiliary |= steps.watch.values()
         if halting is not None and steps.halted is not None and steps.training:
             self.add("halting", halting.loss, steps.halted.loss_B)
             self.auxiliary["depth"] = steps.halted.depth_B
@@ -152,7 +152,7 @@ class Losses:
                 tokens_BS=given.tokens_BS,
                 targets_BS=given.targets_BS,
                 loss_mask_BS=given.mask_BS,
-                read_out=mean_loss,
+                cross_entropy=mean_loss,
                 logits=logits,
                 routing=tuple(zip(self._steps.done, self._steps.reports, strict=True)),
             )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .config.model_config import DepthStep, ModelConfig
 from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
-from .initialise import Initializers, uniform, xavier_uniform
+from .initialise import Initializer, Initializers, uniform, xavier_uniform
 from .layers import DenseMLP, Linear, make_norm
 from .loops.halting import Unhalted
 from .routers.table import make_router
@@ -114,6 +114,13 @@ class SparseLayer(nn.Module):
             beside()
         given = _step_for(self.experts, step)
         return dispatched.combine(self.experts(dispatched.x_UD, dispatched.routes, **given))
+
+
+def expert_linears(
+    num_experts: int, d_in: int, d_out: int, *, backend: str, init: Initializer
+) -> SparseLayer:
+    """Builds a sparse layer of one matrix per expert."""
+    return SparseLayer(ExpertLinears(num_experts, d_in, d_out, backend=backend, init=init))
 
 
 class SubTokens(nn.Module):

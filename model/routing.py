@@ -8,9 +8,9 @@ all:
 |---|---|---|---|
 | feed-forward (σ-MoE) | token | E | the same token |
 | V projection of SwitchHead | token | H·N_A: head h picks among its own N_A | (token, head) |
-| O projection of SwitchHead | (token, head) | H·N_A | token: heads and slots add up |
-| Q projection of MoMHA | token | N_A | (token, slot): each picked expert's queries stay separate |
-| O projection of MoMHA | (token, slot) | N_A | token: slots add up |
+| O projection of SwitchHead | (token, head) | H·N_A | token: heads and choices add up |
+| Q projection of MoMHA | token | N_A | (token, choice): each chosen expert's queries stay separate |
+| O projection of MoMHA | (token, choice) | N_A | token: choices add up |
 | expert choice | token | E | the same token; some tokens have no route |
 
 In a mixture (Mixture of Tokens, Soft MoE) every expert slot reads a weighted sum of a group's rows,
@@ -151,7 +151,6 @@ def routes_by_rule(
     weight_N: Tensor,
     *,
     num_experts: int,
-    num_targets: int,
     per_source: int,
     per_target: int,
     per_expert: int = 0,
@@ -172,7 +171,7 @@ def routes_by_rule(
         weight_N,
         rows[1],
         num_experts,
-        num_targets,
+        len(expert_N) // per_target,
         per_source,
         per_target,
         per_expert=per_expert,
@@ -253,12 +252,11 @@ class Routing:
 
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:
     """Routes every token through its K experts and back to the token."""
-    num_tokens, top_k = experts_TK.shape
+    top_k = experts_TK.shape[1]
     return routes_by_rule(
         experts_TK.reshape(-1),
         weights_TK.reshape(-1),
         num_experts=num_experts,
-        num_targets=num_tokens,
         per_source=top_k,
         per_target=top_k,
     )
@@ -272,12 +270,11 @@ def token_to_head_routes(
     Experts are numbered over all heads. `equal_blocks`: each head has an equal block of them, and all
     ranks have equally many rows.
     """
-    num_tokens, num_heads, top_k = experts_THK.shape
+    _, num_heads, top_k = experts_THK.shape
     return routes_by_rule(
         experts_THK.reshape(-1),
         weights_THK.reshape(-1),
         num_experts=num_experts,
-        num_targets=num_tokens * num_heads,
         per_source=num_heads * top_k,
         per_target=top_k,
         equal_blocks=num_heads if equal_blocks else 0,
@@ -291,12 +288,11 @@ def head_to_token_routes(
 
     `equal_blocks`: as in `token_to_head_routes`.
     """
-    num_tokens, num_heads, top_k = experts_THK.shape
+    _, num_heads, top_k = experts_THK.shape
     return routes_by_rule(
         experts_THK.reshape(-1),
         weights_THK.reshape(-1),
         num_experts=num_experts,
-        num_targets=num_tokens,
         per_source=top_k,
         per_target=num_heads * top_k,
         equal_blocks=num_heads if equal_blocks else 0,
@@ -310,7 +306,6 @@ def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Rou
         torch.arange(num_rows, device=device) // per_expert,
         torch.ones(num_rows, device=device),
         num_experts=num_experts,
-        num_targets=num_rows,
         per_source=1,
         per_target=1,
         per_expert=per_expert,

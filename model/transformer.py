@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.gradients import accumulate_weight_gradients
 from .attention.base import LayerCache, past_length
 from .balance import DepthLoad, RunningSum, collect_loads
 from .block import Layer
@@ -53,7 +52,7 @@ class ModelOutput:
 
     # (B, S, V) float32: the next token's logits. With targets a scalar: their cross-entropy in nats,
     # summed over all counted positions without materialising the logits (model/head_loss.py).
-    read_out: Tensor
+    logits_or_loss: Tensor
     # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     regularisation_B: Tensor
     # detached, (B,) by name: auxiliary losses without coefficients, and measures (depth, loops, …)
@@ -64,10 +63,10 @@ class ModelOutput:
     carried: dict[str, Tensor]
 
     @staticmethod
-    def of(read_out: Tensor, losses: Losses, steps: DepthSteps) -> "ModelOutput":
+    def of(logits_or_loss: Tensor, losses: Losses, steps: DepthSteps) -> "ModelOutput":
         """Returns what a pass has computed and collected."""
         return ModelOutput(
-            read_out=read_out.to(wide_dtype(read_out)),
+            logits_or_loss=logits_or_loss.to(wide_dtype(logits_or_loss)),
             regularisation_B=losses.regularisation_B,
             auxiliary=losses.auxiliary,
             loads=collect_loads(steps.reports, members=steps.members),
@@ -77,14 +76,14 @@ class ModelOutput:
     @property
     def logits_BSV(self) -> Tensor:
         """Returns the next token's logits at every position, of a pass without targets."""
-        assert self.read_out.ndim == 3, "a pass with targets has a loss and no logits"
-        return self.read_out
+        assert self.logits_or_loss.ndim == 3, "a pass with targets has a loss and no logits"
+        return self.logits_or_loss
 
     @property
     def cross_entropy(self) -> Tensor:
         """Returns the summed cross-entropy of a pass with targets, a scalar in nats."""
-        assert self.read_out.ndim == 0, "only a pass with targets has a loss"
-        return self.read_out
+        assert self.logits_or_loss.ndim == 0, "only a pass with targets has a loss"
+        return self.logits_or_loss
 
 
 class Transformer(nn.Module):
@@ -156,17 +155,17 @@ class Transformer(nn.Module):
         steps = DepthSteps(
             self.config, self.group, options, x_BSD, cache, documents, training=self.training
         )
-        with accumulate_weight_gradients():  # repeats of a layer add theirs into one buffer
-            rows, gates = self._repeat(steps, x_BSD)
+        with steps.open():
+            rows, gates = self._run_layers(steps, x_BSD)
         losses = Losses(self.config, steps, tokens_BS.device)
         losses.add_steps(self.routers(), self.running)
-        given = Targets(tokens_BS, targets_BS, loss_mask_BS)
+        targets = Targets(tokens_BS, targets_BS, loss_mask_BS)
         if self.training and targets_BS is not None:
-            read_out = losses.cross_entropy(rows, gates, given, self.read_out)
-            losses.add_own(options.depth_losses, given, self._read_state)
+            found = losses.cross_entropy(rows, gates, targets, self.read_out)
+            losses.add_own(options.depth_losses, targets, self._read_state)
         else:
-            read_out = self.read_out(rows[-1], given)
-        return ModelOutput.of(read_out, losses, steps)
+            found = self.read_out(rows[-1], targets)
+        return ModelOutput.of(found, losses, steps)
 
     def new_cache(
         self, shared_loops: int | None = None, *, num_loops: int | None = None
@@ -255,10 +254,10 @@ class Transformer(nn.Module):
             x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight to set its dtype
         return x_BSD
 
-    def _repeat(self, steps: DepthSteps, x_BSD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _run_layers(self, steps: DepthSteps, x_BSD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the rows that the read-out reads, of one or more loops, and each one's exit gate."""
         if self.halting is None:
-            return self.loops(steps, x_BSD, final_norm=self.final_norm, predict=self.read_out)
+            return self.loops(steps, x_BSD, final_norm=self._normed, predict=self.read_out)
         halted = self.halting(steps.apply_unhalted, x_BSD, steps.schedule, real_BS=steps.real_BS)
         steps.halted = halted
         return [self._normed(halted.answer_BSD)], []

@@ -230,9 +230,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
                 it too.
             kwargs: `num_items_in_batch`, which divides the loss; others are ignored.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass either input_ids or inputs_embeds")
-        x_BSD = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        x_BSD = self._embed(input_ids, inputs_embeds)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -243,15 +241,22 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         x_BSD = self._decode(x_BSD, position_ids, visible, past_key_values, num_loops)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BSV = wide(self.head(x_BSD[:, kept]))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits_BSV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
         return CausalLMOutputWithPast(
-            loss=loss,
+            loss=self._loss(logits_BSV, labels, **kwargs),
             logits=logits_BSV,
             past_key_values=past_key_values if use_cache else None,
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either input_ids or inputs_embeds")
+        return self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+
+    def _loss(self, logits_BSV: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor | None:
+        if labels is None:
+            return None
+        return self.loss_function(
+            logits=logits_BSV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
         )
 
     def _decode(

@@ -24,10 +24,9 @@ from ..config.attention_config import (
     WithPositionsConfig,
 )
 from ..config.model_config import ModelConfig
-from ..experts import ExpertLinears
 from ..initialise import Initializer, Initializers, parameter, zeros
 from ..layers import Linear, RMSNorm, is_untouched, neighbours_as_halves, rotate_scaled
-from ..moe import SparseLayer
+from ..moe import expert_linears
 from ..routers.router import Router
 from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
 from ..routing import Routes, Routing, head_to_token_routes, token_to_head_routes
@@ -146,28 +145,21 @@ class SwitchHead(RotaryAttention):
         assert isinstance(config.attention, SwitchHeadConfig)
         heads, d_model, d_head = config.attention.num_heads, config.d_model, config.attention.d_head
         self.num_experts = config.attention.expert_count
-        choice = SigmoidConfig(
-            top_k=config.attention.top_k,
-            balance=config.attention.balance,
-        )
-        init = initializers.attention_router()
-        self.value_router = SigmoidRouter(
-            choice, d_model, self.num_experts, init=init, num_heads=heads
-        )
-        self.output_router = SigmoidRouter(
-            choice, d_model, self.num_experts, init=init, num_heads=heads
+        choice = SigmoidConfig(top_k=config.attention.top_k, balance=config.attention.balance)
+        self.value_router, self.output_router = (
+            SigmoidRouter(
+                choice,
+                d_model,
+                self.num_experts,
+                init=initializers.attention_router(),
+                num_heads=heads,
+            )
+            for _ in range(2)
         )
         self.value_router.backend = self.output_router.backend = backend
-        value_init, output_init = (
-            initializers.attention_experts(d_model),
-            initializers.attention_experts(heads * d_head),
-        )
-        self.value = SparseLayer(
-            ExpertLinears(self.num_experts, d_model, d_head, backend=backend, init=value_init)
-        )
-        self.output = SparseLayer(
-            ExpertLinears(self.num_experts, d_head, d_model, backend=backend, init=output_init)
-        )
+        linears, init = partial(expert_linears, backend=backend), initializers.attention_experts
+        self.value = linears(self.num_experts, d_model, d_head, init=init(d_model))
+        self.output = linears(self.num_experts, d_head, d_model, init=init(heads * d_head))
 
     def routers(self) -> dict[str, Router]:
         """Returns the routers of V and of O."""

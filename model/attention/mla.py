@@ -2,14 +2,14 @@
 
     q   = W_q n, or W_uq · norm(W_dq n)          H heads of C + R channels
     c   , k_R = W_dkv n                            a latent of width L, and one key that rotates
-    k, v = W_ukv · norm(c)                         H heads of C and of P channels
+    k, v = W_ukv · norm(c)                         H heads of C and of V channels
     y   = W_o · softmax(scale · [q_C, rope(q_R)]·[k, rope(k_R)]ᵀ + causal)·v
 
 The cache holds the normalised latent and the rotated key, L + R numbers per token; keys and values of
 earlier positions are read out of it again. The inner norms' eps is 1e-6 in every published model.
 
 Legend: B sequences, S positions, M all positions (S and those cached), H heads, C channels without
-position, R that rotate, P of a value, L width of the latent.
+position, R that rotate, V of a value, L width of the latent.
 """
 
 from functools import partial
@@ -76,15 +76,15 @@ class LatentAttention(Attention):
         q_BHSR, k_B1SR = (self._rotated(x, context) for x in (q_BHSR, k_BSR[:, None]))
         if context.cache is not None:
             k_B1SR, latent_B1SL = context.cache.append(k_B1SR, latent_B1SL)
-        k_BHMC, v_BHMP = self._keys_and_values(latent_B1SL.squeeze(1))
+        k_BHMC, v_BHMV = self._keys_and_values(latent_B1SL.squeeze(1))
         k_BHMR = k_B1SR.expand(-1, own.num_heads, -1, -1)
-        attended_BHSP = attend_visible(
+        attended_BHSV = attend_visible(
             torch.cat((q_BHSC, q_BHSR), -1) * self.scale**0.5,
             torch.cat((k_BHMC, k_BHMR), -1) * self.scale**0.5,
-            v_BHMP,
+            v_BHMV,
             context.documents,
         )
-        return self.output(attended_BHSP.transpose(1, 2).flatten(2)), {}
+        return self.output(attended_BHSV.transpose(1, 2).flatten(2)), {}
 
     def _queries(self, n_BSD: Tensor) -> Tensor:
         is_direct = self.own.q_rank is None
@@ -96,8 +96,8 @@ class LatentAttention(Attention):
 
     def _keys_and_values(self, latent_BML: Tensor) -> tuple[Tensor, Tensor]:
         both_BMHW = self.kv_up(latent_BML).unflatten(-1, (self.own.num_heads, -1))
-        k_BHMC, v_BHMP = both_BMHW.transpose(1, 2).split((self.own.d_head, self.own.d_value), -1)
-        return k_BHMC, v_BHMP
+        k_BHMC, v_BHMV = both_BMHW.transpose(1, 2).split((self.own.d_head, self.own.d_value), -1)
+        return k_BHMC, v_BHMV
 
     def _rotated(self, x_BHSR: Tensor, context: DepthContext) -> Tensor:
         assert context.rotary is not None

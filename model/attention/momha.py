@@ -8,16 +8,18 @@ cache is as large as for one expert.
     q_j  = Q_jᵀ x                                      for each picked expert j
     k, v = W_k m, W_v m                                m: the rows themselves, or their halted states
     out  = Σ_j g_j · O_jᵀ concat_heads(softmax(q_j·k / √C + rel) v)
-    rel  = (q_j·C^(−¼)) · P[head, clip(key position − query position)]     learned, zero at the start, shared by all experts
+    rel  = (q_j·C^(−¼)) · relative[head, clip(key position − query position)]     learned, zero at the start, of all experts
 
-As published, the scale is split over q and k, the relative term has only q's share, and P has
-columns for later positions, which a causal model never reads. Cost per token: K·H rows of scores.
+As published, the scale is split over q and k, the relative term has only q's share, and it
+has columns for later positions, which a causal model never reads. Cost per token: K·H rows of
+scores.
 
 Legend: B sequences, S new positions, M all positions (S and the cached ones), T = B·S tokens, D
 model width, E experts, K experts of a token, H heads of an expert, C channels of a head, R
 distances.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,10 +29,9 @@ from torch import Tensor
 from ..config.attention_config import MoMHAConfig
 from ..config.feed_forward_config import ExpertsConfig
 from ..config.model_config import ModelConfig
-from ..experts import ExpertLinears
 from ..initialise import Initializers, parameter, zeros
 from ..layers import Linear
-from ..moe import SparseLayer
+from ..moe import expert_linears
 from ..routers.router import Router
 from ..routers.sut import SutConfig, SutRouter
 from ..routing import Routing, head_to_token_routes, token_to_head_routes
@@ -53,24 +54,9 @@ class MoMHA(Attention):
             self.num_experts,
             init=initializers.router(d_model),
         )
-        self.query = SparseLayer(
-            ExpertLinears(
-                self.num_experts,
-                d_model,
-                width,
-                backend=backend,
-                init=initializers.attention_experts(d_model),
-            )
-        )
-        self.output = SparseLayer(
-            ExpertLinears(
-                self.num_experts,
-                width,
-                d_model,
-                backend=backend,
-                init=initializers.attention_experts(width),
-            )
-        )
+        linears, init = partial(expert_linears, backend=backend), initializers.attention_experts
+        self.query = linears(self.num_experts, d_model, width, init=init(d_model))
+        self.output = linears(self.num_experts, width, d_model, init=init(width))
         self.key = Linear(d_model, width, init=initializers.momha_dense(d_model))
         self.value = Linear(d_model, width, init=initializers.momha_dense(d_model))
         self.relative = parameter(

@@ -7,9 +7,7 @@ import math
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,13 +18,11 @@ from pydantic import (
 )
 
 from ...plugins import is_subclass
-from .sections import Section
+from .sections import Keys, Section
 
 
-class YarnConfig(BaseModel):
+class YarnConfig(Keys):
     """Configures YaRN (arXiv 2309.00071, §3.2), which stretches slow rotations to longer texts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     factor: PositiveFloat = 4.0
     """How many times longer texts become; slow rotations turn by 1/`factor`."""
@@ -57,10 +53,8 @@ class YarnConfig(BaseModel):
         return [1 - slow + slow / self.factor for slow in slowed]
 
 
-class RotaryConfig(BaseModel):
+class RotaryConfig(Keys):
     """Configures rotary positions (RoFormer, arXiv 2104.09864), which rotate queries and keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["rotary"] = "rotary"
     width: int | None = None
@@ -79,20 +73,16 @@ class RotaryConfig(BaseModel):
     """Stretches positions to texts longer than the model was trained on; none: as they are."""
 
 
-class LearnedPositionsConfig(BaseModel):
+class LearnedPositionsConfig(Keys):
     """Configures a learned vector per position, added to the token's embedding."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["learned"] = "learned"
     max_positions: PositiveInt = 1024
     """Positions that have an embedding."""
 
 
-class NoPositionsConfig(BaseModel):
+class NoPositionsConfig(Keys):
     """Configures no positions: only the causal mask gives the order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["none"] = "none"
 
@@ -107,10 +97,8 @@ AnyPositionsConfig = Annotated[
 ]
 
 
-class AttentionConfig(BaseModel):
+class AttentionConfig(Keys):
     """Describes the keys of every attention: `num_heads` heads of `d_head` channels."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
     num_heads: PositiveInt = 4

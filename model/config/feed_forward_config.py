@@ -6,9 +6,7 @@ Symbols in the papers: E `num_experts`, K the router's `top_k`, F `d_expert`.
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     NonNegativeInt,
     PositiveInt,
     model_validator,
@@ -17,13 +15,11 @@ from pydantic import (
 from ...kernels.reference import ACTIVATION
 from ..routers.sigmoid import SigmoidConfig
 from ..routers.table import AnyRouterConfig
-from .sections import Section
+from .sections import Keys, Section
 
 
-class FeedForwardConfig(BaseModel):
+class FeedForwardConfig(Keys):
     """Describes the dense layers that every kind has, beside layers with experts too."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
     activation: Annotated[str, ACTIVATION] = "relu"

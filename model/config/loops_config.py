@@ -1,8 +1,8 @@
 """Which layers a model repeats, and what a loop reads: the section `model.loops`.
 
-    prelude P layers → core of C layers, R times → coda Q layers
+    prelude → core of C layers, R times → coda
 
-MoEUT (arXiv 2405.16039), Universal Transformers and SUT are the case P = Q = 0 without injection.
+MoEUT (arXiv 2405.16039), Universal Transformers and SUT have only the core, without injection.
 Huginn (arXiv 2502.05171), Parcae (arXiv 2604.12946) and Ouro (arXiv 2510.25741) are others.
 """
 
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,11 +17,11 @@ from pydantic import (
     model_validator,
 )
 
+from .sections import Keys
 
-class DepthConfig(BaseModel):
+
+class DepthConfig(Keys):
     """Describes how many loops a training step makes; evaluation makes R, as `num_layers` says."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["fixed", "growing", "lognormal_poisson", "poisson", "uniform", "list"] = "fixed"
     """R loops; or as many as the stage says ("growing"); or drawn, from the seed and the step: as
@@ -76,10 +74,8 @@ class DepthConfig(BaseModel):
         return self
 
 
-class LoopsConfig(BaseModel):
+class LoopsConfig(Keys):
     """Describes the repeated core of a model and the layers around it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     prelude: NonNegativeInt = 0
     """Layers of the group that run once, before the core."""

@@ -28,16 +28,14 @@ from ..routers.table import ROUTER
 from .attention_config import ATTENTION, POSITIONS, AnyAttentionConfig, SwitchHeadConfig
 from .feed_forward_config import FEED_FORWARD, AnyFeedForwardConfig, ExpertsConfig
 from .loops_config import LoopsConfig
-from .sections import Section, kinds_first, set_value
+from .sections import Keys, Section, kinds_first, set_value
 
 # How a run multiplies matrices and stores weights (model/execution/precision.py).
 Precision = Literal["float32", "bfloat16", "bfloat16_only"]
 
 
-class HaltingConfig(BaseModel):
+class HaltingConfig(Keys):
     """Configures stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     loss: NonNegativeFloat = 0.01
     """Weight of the loss on the expected depth."""
@@ -51,14 +49,12 @@ class HaltingConfig(BaseModel):
     """A token stops once it has halted with this probability."""
 
 
-class InitialisationConfig(BaseModel):
+class InitialisationConfig(Keys):
     """Selects the published rules of the starting values (formulas in model/initialise.py).
 
     "paper": MoEUT's training code; "release": its official release, which also gives every router
     row equal norm; "sut": SUT; "takase": Huginn.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["paper", "release", "sut", "takase"] = "paper"
     expert_axis_norm: bool = False
@@ -67,10 +63,8 @@ class InitialisationConfig(BaseModel):
     """
 
 
-class NormalInitialisationConfig(BaseModel):
+class NormalInitialisationConfig(Keys):
     """Starts every matrix from N(0, `std`), norms at 1 and biases at 0 (Mixtral, Qwen, DeepSeek)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["normal"] = "normal"
     std: PositiveFloat = 0.02
@@ -80,10 +74,8 @@ class NormalInitialisationConfig(BaseModel):
     """Gives V and O weights unit norm across the expert axis at the start."""
 
 
-class ScaledInitialisationConfig(BaseModel):
+class ScaledInitialisationConfig(Keys):
     """Starts from truncated normals of variance scale / fan-in (Switch, Mixture of Tokens)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["scaled"] = "scaled"
     scale: PositiveFloat = 0.1
@@ -347,13 +339,18 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return replace(kept, balanced=kept.balanced and not self.attention.expert_count)
 
     @model_validator(mode="after")
-    def _check_depth(self) -> Self:
-        once, core = self.loops.prelude + self.loops.coda, self.core_layers
-        if core < 1:
+    def _check_core(self) -> Self:
+        if self.core_layers < 1:
+            once = self.loops.prelude + self.loops.coda
             raise ValueError(
                 f"loops.prelude={self.loops.prelude} and loops.coda={self.loops.coda} leave no core of "
                 f"layers_per_group={self.layers_per_group}: set layers_per_group to at least {once + 1}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_repeats(self) -> Self:
+        once, core = self.loops.prelude + self.loops.coda, self.core_layers
         if (self.num_layers - once) % core or self.num_layers <= once:
             fewer = max(1, (self.num_layers - once) // core)
             parts = f"loops.prelude + loops.coda + R·{core} = {once} + R·{core}, R ≥ 1"
@@ -363,41 +360,62 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f"equally often; choose num_layers={once + fewer * core} or "
                 f"{once + (fewer + 1) * core}"
             )
-        depth, repeats = self.loops.depth, self.num_repeats
-        if depth.values and repeats not in depth.reached:
+        return self
+
+    @model_validator(mode="after")
+    def _check_drawn_loops(self) -> Self:
+        depth = self.loops.depth
+        if depth.values and self.num_repeats not in depth.reached:
             raise ValueError(
-                f"loops.depth.values={list(depth.values)} never reaches the R={repeats} loops that "
+                f"loops.depth.values={list(depth.values)} never reaches the R={self.num_repeats} loops that "
                 f"num_layers={self.num_layers} gives evaluation: add R, or change num_layers"
             )
-        if depth.kind == "fixed" and max(self.loops.read_out, default=1) > repeats:
+        return self
+
+    @model_validator(mode="after")
+    def _check_loops_of_loss(self) -> Self:
+        last = max(self.loops.read_out, default=1)
+        if self.loops.depth.kind == "fixed" and last > self.num_repeats:
             raise ValueError(
-                f"loops.read_out={list(self.loops.read_out)} names a loop that a pass of R={repeats} "
-                "loops does not make: loops are counted from 1"
+                f"loops.read_out={list(self.loops.read_out)} names a loop that a pass of "
+                f"R={self.num_repeats} loops does not make: loops are counted from 1"
             )
-        if depth.per == "sequence":
-            kept = self.promises
-            if not (kept.causal and kept.batch_invariant):
-                raise ValueError(
-                    'loops.depth.per="sequence" needs a router that treats every sequence by itself, '
-                    f"and router.kind={self.experts and self.experts.router.kind!r} as configured "
-                    "does not: sequences that are done would change the others"
-                )
-            if self.loops.residual_scale is not None:
-                raise ValueError(
-                    'loops.residual_scale with loops.depth.per="sequence": the scale follows R, of '
-                    'which every sequence has its own; set per="step", or leave the scale out'
-                )
-        if self.order == "aabb" and (not self.loops.is_plain or depth.per == "sequence"):
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_of_own_depths(self) -> Self:
+        kept = self.promises
+        if self.loops.depth.per == "sequence" and not (kept.causal and kept.batch_invariant):
+            raise ValueError(
+                'loops.depth.per="sequence" needs a router that treats every sequence by itself, '
+                f"and router.kind={self.experts and self.experts.router.kind!r} as configured "
+                "does not: sequences that are done would change the others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_scale_of_own_depths(self) -> Self:
+        if self.loops.depth.per == "sequence" and self.loops.residual_scale is not None:
+            raise ValueError(
+                'loops.residual_scale with loops.depth.per="sequence": the scale follows R, of '
+                'which every sequence has its own; set per="step", or leave the scale out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        has_loops = not self.loops.is_plain or self.loops.depth.per == "sequence"
+        if self.order == "aabb" and has_loops:
             raise ValueError(
                 'order="aabb" repeats each layer by itself, and so there is no loop that '
                 'model.loops could describe: set order="abab"'
             )
-        listed = () if self.experts is None else self.experts.sparse_layers
-        if isinstance(listed, tuple) and listed and max(listed) >= self.layers_per_group:
-            raise ValueError(
-                f"feed_forward.sparse_layers={list(listed)} names layer {max(listed)}, and "
-                f"layers_per_group={self.layers_per_group}: layers are counted from 0"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_listed_layers(self) -> Self:
+        _check_listed("feed_forward.sparse_layers", self.experts, self.layers_per_group)
+        _check_listed("attention.window_layers", self.attention, self.layers_per_group)
         if self.experts is not None and not self.sparse_members:
             raise ValueError(
                 f"feed_forward.sparse_layers={self.experts.sparse_layers!r} with "
@@ -430,16 +448,6 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return self
 
     @model_validator(mode="after")
-    def _check_windows(self) -> Self:
-        listed = getattr(self.attention, "window_layers", "all")
-        if isinstance(listed, tuple) and max(listed, default=0) >= self.layers_per_group:
-            raise ValueError(
-                f"attention.window_layers={list(listed)} names layer {max(listed)}, and "
-                f"layers_per_group={self.layers_per_group}: layers are counted from 0"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_halting(self) -> Self:
         if self.halting is None:
             return self
@@ -461,3 +469,13 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 "experts would keep serving halted tokens; leave them out"
             )
         return self
+
+
+def _check_listed(path: str, section: BaseModel | None, num_layers: int) -> None:
+    """Checks that the layers a key lists exist."""
+    listed = getattr(section, path.partition(".")[2], ())
+    if isinstance(listed, tuple) and max(listed, default=0) >= num_layers:
+        raise ValueError(
+            f"{path}={list(listed)} names layer {max(listed)}, and "
+            f"layers_per_group={num_layers}: layers are counted from 0"
+        )

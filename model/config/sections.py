@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...plugins import Registry, is_own
 
@@ -25,6 +25,12 @@ _WANTED = {  # by the first word of a pydantic error's type
     "dict": "a table",
     "model": "a section",
 }
+
+
+class Keys(BaseModel):
+    """Holds the keys of a section, each with its docstring; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True)

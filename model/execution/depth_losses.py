@@ -27,12 +27,17 @@ class DepthStates:
     loss_mask_BS: Tensor | None  # bool: which targets count; None: all
     # (B, S, D) to (B,): the cross-entropy of the targets read out of a state, nats per position;
     # every sequence gets the micro-batch's mean
-    read_out: Callable[[Tensor], Tensor]
+    cross_entropy: Callable[[Tensor], Tensor]
     # (B, S, D) to (B, S, V): the logits read out of a state, in float32, which must fit in memory
     logits: Callable[[Tensor], Tensor]
     # of every depth step in the order in which they ran, with its layer and loop: each router's
     # report by kind, whose `sums` are differentiable, per sequence
     routing: tuple[tuple[DepthStep, Mapping[str, RouterReport]], ...] = ()
+
+    @property
+    def read_out(self) -> Callable[[Tensor], Tensor]:
+        """Returns `cross_entropy`, which had this name before 0.3."""
+        return self.cross_entropy
 
 
 DepthLoss = Callable[[DepthStates], Tensor]

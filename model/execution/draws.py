@@ -13,14 +13,14 @@ Legend: B sequences, N numbers of one of them.
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ...kernels.pass_scope import pass_scope, sharing
 from ..layers import on_device
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # of the hash's counter; as int64, whose products wrap
@@ -75,14 +75,9 @@ def fresh_draws(num_sequences: int, device: torch.device) -> Draws:
     return draws_of(key, torch.arange(num_sequences, device=device))
 
 
-@contextmanager
-def drawing(draws: Draws | None) -> Iterator[None]:
+def drawing(draws: Draws | None) -> AbstractContextManager[None]:
     """Makes `draw_uniform` draw there, from the first number on also when a step is recomputed."""
-    token = _here.set(None if draws is None else replace(draws))
-    try:
-        yield
-    finally:
-        _here.reset(token)
+    return sharing(draws=None if draws is None else replace(draws))
 
 
 def draw_uniform(shape: Sequence[int], device: torch.device) -> Tensor:
@@ -90,17 +85,13 @@ def draw_uniform(shape: Sequence[int], device: torch.device) -> Tensor:
 
     Call it in training only. Outside of a layer's pass torch's default generator seeds it.
     """
-    return (_here.get() or fresh_draws(1, device)).uniform(shape)
+    return (pass_scope().draws or fresh_draws(1, device)).uniform(shape)
 
 
 def num_sequences() -> int:
     """Returns how many sequences a layer's pass in training has; 0: this is not in one."""
-    here = _here.get()
-    return 0 if here is None else len(here.numbers_B)
-
-
-# Per thread, because ranks may be threads.
-_here: ContextVar[Draws | None] = ContextVar("here", default=None)
+    draws = pass_scope().draws
+    return 0 if draws is None else len(draws.numbers_B)
 
 
 def _hash(key: str) -> int:

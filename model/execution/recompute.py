@@ -31,7 +31,7 @@ the received rows and one output row per target row.
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +42,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ...kernels.fused.router import Routed, finds_first, greatest
+from ...kernels.pass_scope import pass_scope, sharing
 
 Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 def recomputing() -> bool:
     """Returns whether this is a second run, whose side effects have already happened."""
-    saved = _saved.get()
+    saved = _saved()
     return saved is not None and saved.replaying
 
 
@@ -60,7 +61,7 @@ def keeps_operands() -> bool:
     """Returns whether products may keep their operands for the backward pass: outside of a step that
     is recomputed, which would free them.
     """
-    return _saved.get() is None
+    return _saved() is None
 
 
 def save_decision(make: Callable[[], T]) -> T:
@@ -68,7 +69,7 @@ def save_decision(make: Callable[[], T]) -> T:
 
     Decisions have no gradient and draw no random numbers.
     """
-    saved = _saved.get()
+    saved = _saved()
     return make() if saved is None else saved.save(make)
 
 
@@ -78,7 +79,7 @@ def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Among equal scores, float32 on a CPU with a C++ compiler takes the first; otherwise any.
     """
-    if _saved.get() is None and not finds_first(scores):
+    if _saved() is None and not finds_first(scores):
         found = scores.topk(count, dim=-1)
         return found.values, found.indices
     index = save_decision(lambda: greatest(scores.detach(), count))
@@ -90,7 +91,7 @@ def save_choice(choose: Callable[[Tensor | None], Routed]) -> Routed:
 
     A second run returns choose(the first run's experts), which takes them instead of choosing.
     """
-    saved = _saved.get()
+    saved = _saved()
     if saved is not None and saved.replaying:
         return choose(saved.save(lambda: None))
     found = choose(None)
@@ -107,7 +108,7 @@ def gather_unique(scores: Tensor, index: Tensor) -> Tensor:
 
 def save_dispatch(start: Callable[[], Tensor]) -> Tensor:
     """Starts an exchange of rows; a second run with `selective` returns the first run's rows."""
-    saved = _saved.get()
+    saved = _saved()
     return saved.save(start) if saved is not None and saved.saves_exchanges else start()
 
 
@@ -116,7 +117,7 @@ def skip_combine(start: Callable[[], Tensor]) -> Tensor:
 
     Their values are not used there, because their sum goes through `save_combine`.
     """
-    saved = _saved.get()
+    saved = _saved()
     if saved is None or not saved.saves_exchanges:
         return start()
     if saved.replaying:
@@ -128,10 +129,15 @@ def skip_combine(start: Callable[[], Tensor]) -> Tensor:
 
 def save_combine(sums: Tensor) -> Tensor:
     """Returns summed outputs; a second run with `selective` returns the first run's values."""
-    saved = _saved.get()
+    saved = _saved()
     if saved is None or not saved.saves_exchanges:
         return sums
     return _SaveForward.apply(sums, saved)  # pyright: ignore[reportReturnType]
+
+
+def _saved() -> "_SavedValues | None":
+    """Returns the values of the recomputed step that runs; None: none does."""
+    return pass_scope().saved
 
 
 # Called by the owner of a step ---------------------------------------------------------------------------------------
@@ -161,7 +167,7 @@ def run_recomputed(
 
     def run(*inputs: Tensor) -> tuple[Tensor, T]:
         if saved.replaying and copies:
-            y, rest = functional_call(_WithWeights(layer, step), copies, inputs)
+            y, rest = functional_call(_StepOfLayer(layer, step), copies, inputs)
         else:
             y, rest = step(*inputs)
         return _BeginBackward.apply(y), rest  # pyright: ignore[reportReturnType]
@@ -177,7 +183,7 @@ def run_recomputed(
     )
 
 
-class _WithWeights(nn.Module):
+class _StepOfLayer(nn.Module):
     """Lets `functional_call` replace a layer's weights without running its hooks again."""
 
     def __init__(self, layer: nn.Module, step: Callable[..., Any]) -> None:
@@ -236,23 +242,20 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-# Per thread, because ranks may be threads.
-_saved: ContextVar[_SavedValues | None] = ContextVar("saved", default=None)
-
-
 class _Run:
     """The re-enterable context of one run of a step."""
 
     def __init__(self, saved: _SavedValues, *, replaying: bool) -> None:
         self._values, self._replaying = saved, replaying
-        self._outer: list[Token[_SavedValues | None]] = []
+        self._open: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
         self._values.begin_run(replaying=self._replaying)
-        self._outer.append(_saved.set(self._values))
+        self._open.append(sharing(saved=self._values))
+        self._open[-1].__enter__()
 
-    def __exit__(self, *_raised: object) -> None:
-        _saved.reset(self._outer.pop())
+    def __exit__(self, *raised: Any) -> None:
+        self._open.pop().__exit__(*raised)
 
 
 class _GatherUnique(torch.autograd.Function):

@@ -31,9 +31,8 @@ class PassDepth:
     no_gradient: int = 0  # of these, counted from the first
     of_sequence: tuple[int, ...] | None = None  # on this rank; None: all make `num_loops`
     kept: int | None = None  # loops of a sequence that have a gradient; None: all
-    shares: tuple[
-        float, ...
-    ] = ()  # of the step's sequences that make each loop; (): as in the pass
+    # Of the step's sequences that make each loop; (): as in the pass
+    shares: tuple[float, ...] = ()
 
     def live(self, loop: int) -> list[int] | None:
         """Returns the sequences that take part in a loop of the pass; None: all."""
@@ -50,6 +49,13 @@ class PassDepth:
         without = 0 if self.kept is None else max(0, own - self.kept)
         place = loop if loop < self.no_gradient else loop - self.no_gradient + without
         return place if place < (without if loop < self.no_gradient else own) else -1
+
+    def places(self, loop: int, sequences: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns each sequence's own loop, and of how many; one of each stands for all."""
+        if self.of_sequence is None:
+            return [loop], [self.num_loops]
+        own = [self.place(loop, sequence) for sequence in sequences]
+        return own, [self.of_sequence[sequence] for sequence in sequences]
 
 
 def own_depth(config: ModelConfig, num_loops: int | None = None) -> PassDepth:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from ..config.model_config import ModelConfig
 from ..initialise import parameter, zeros
 from ..layers import wide_dtype
+from .depth import PassDepth
+from .measures import LoopWatch, Reading, mean_of_real, state_change
 
 Kind = Literal["kl", "state", "gate"]
 _FORM = (
@@ -134,77 +136,56 @@ class ExitRule:
             )
 
 
-class Exits:
-    """Follows the sequences of one pass: which of them still loop, and how often they have."""
+class Exits(LoopWatch):
+    """Lets sequences leave by a rule, and counts their loops."""
 
-    def __init__(self, rule: ExitRule, batch_size: int, real_BS: Tensor | None) -> None:
-        """Takes which tokens are not padding; None: all."""
-        self._rule, self._batch_size = rule, batch_size
-        self._real_BS = real_BS
-        self.live: Tensor | None = None  # (B',) int64; None: all
-        self.loops_B: Tensor | None = None
+    def __init__(
+        self, depth: PassDepth, x_BSD: Tensor, real_BS: Tensor | None, rule: ExitRule
+    ) -> None:
+        super().__init__(depth, x_BSD, real_BS)
+        self._rule = rule
+        self._live: Tensor | None = None  # (B',) int64; None: all
+        self._loops_B = torch.zeros(len(x_BSD), device=x_BSD.device)
         self._log_p_BSV: Tensor | None = None  # of the previous loop
         self._gates: list[Tensor] = []  # of the live sequences
 
-    def enter(self, device: torch.device) -> list[int] | None:
-        """Counts a loop of the sequences that take part, and returns them; None: all."""
-        if self.loops_B is None:
-            self.loops_B = torch.zeros(self._batch_size, device=device)
-        self.loops_B[slice(None) if self.live is None else self.live] += 1
-        return None if self.live is None else self.live.tolist()
+    def enter(self, loop: int) -> list[int] | None:
+        """Counts a loop of the sequences that are left, and returns them; None: all."""
+        self._loops_B[slice(None) if self._live is None else self._live] += 1
+        return None if self._live is None else self._live.tolist()
 
-    def leave(
-        self,
-        before_BSD: Tensor,
-        s_BSD: Tensor,
-        read: Callable[[Tensor, Tensor | None], Tensor],
-        predict: Callable[[Tensor], Tensor],
-        gate: ExitGate | None,
-    ) -> None:
-        """Removes the sequences that leave after a loop.
-
-        Args:
-            before_BSD: the state before it, of the live sequences.
-            s_BSD: their state after it.
-            read: returns the rows of a state of these sequences that the read-out reads.
-            predict: the read-out, which returns the logits of such rows.
-            gate: of the model.
-        """
-        if self._rule.kind == "state":
-            measure_BS = state_change(before_BSD, s_BSD)
-        elif self._rule.kind == "gate":
-            assert gate is not None, "ExitRule.check refuses it"
-            self._gates.append(gate(read(s_BSD, self.live)))
-            measure_BS = _log_left(self._gates, like=self._gates[-1])[-1].exp()
-        else:
-            before, rows_BSD = self._log_p_BSV, read(s_BSD, self.live)
-            now = predict(rows_BSD).log_softmax(-1, dtype=wide_dtype(rows_BSD))
-            self._log_p_BSV = now
-            if before is None:  # there is nothing to compare the first loop with
-                return
-            measure_BS = (before.exp() * (before - now)).sum(-1)
-        real_BS = self._real_BS
-        if real_BS is not None and self.live is not None:
-            real_BS = real_BS[self.live]
+    def leave(self, loop: int, before_BSD: Tensor, after_BSD: Tensor, reading: Reading) -> None:
+        """Removes the sequences that leave after a loop."""
+        if loop == self.depth.num_loops - 1:
+            return
+        measure_BS = self._measure(before_BSD, after_BSD, reading)
+        if measure_BS is None:
+            return
+        real_BS = self.real_BS
+        if real_BS is not None and self._live is not None:
+            real_BS = real_BS[self._live]
         is_gate, threshold = self._rule.kind == "gate", self._rule.threshold
         # NaN is below nothing: such a sequence makes all loops, and its loss tells of it.
         measure_B = mean_of_real(measure_BS, real_BS)
         stays_B = ~(measure_B < (1 - threshold if is_gate else threshold))
-        self.live = stays_B.nonzero().squeeze(1) if self.live is None else self.live[stays_B]
+        self._live = stays_B.nonzero().squeeze(1) if self._live is None else self._live[stays_B]
         self._gates = [gate_BS[stays_B] for gate_BS in self._gates]
         if self._log_p_BSV is not None:
             self._log_p_BSV = self._log_p_BSV[stays_B]
 
+    def values(self) -> dict[str, Tensor]:
+        """Returns how many loops every sequence has made."""
+        return {"loops": self._loops_B}
 
-def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
-    """Returns each sequence's mean over the positions that are marked as real, (B,); None: all."""
-    if real_BS is None:
-        return value_BS.mean(-1)
-    return value_BS.where(real_BS, 0).sum(-1) / real_BS.sum(-1).clamp_min(1)
-
-
-def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
-    """Returns ‖after − before‖ / ‖after‖ at every position, (B, S)."""
-    wide = wide_dtype(after_BSD)
-    change_BS = (after_BSD.to(wide) - before_BSD.to(wide)).norm(dim=-1)
-    return change_BS / after_BSD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)
+    def _measure(self, before_BSD: Tensor, s_BSD: Tensor, reading: Reading) -> Tensor | None:
+        """Returns the rule's measure of a loop, (B', S); None: it has nothing to compare with."""
+        if self._rule.kind == "state":
+            return state_change(before_BSD, s_BSD)
+        rows_BSD = reading.rows(s_BSD, self._live)
+        if self._rule.kind == "gate":
+            assert reading.gate is not None, "ExitRule.check refuses it"
+            self._gates.append(reading.gate(rows_BSD))
+            return _log_left(self._gates, like=self._gates[-1])[-1].exp()
+        before, now = self._log_p_BSV, reading.logits(rows_BSD)
+        now = self._log_p_BSV = now.log_softmax(-1, dtype=wide_dtype(rows_BSD))
+        return None if before is None else (before.exp() * (before - now)).sum(-1)

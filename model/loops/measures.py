@@ -1,38 +1,75 @@
-"""How much the loops of a training pass differ: in state, and in the experts that they choose.
+"""What watches the loops of a pass from outside: the depths of its sequences, and how loops differ.
 
-Routing that diverges between loops is what lets a looped mixture of experts beat its unlooped
-partner where a looped dense model does not (arXiv 2605.09165).
+A pass has one watch. `LoopWatch` only knows which sequences make a loop, `LoopMeasures` compares
+loops in training, and `Exits` (exits.py) lets sequences leave in evaluation.
 
-A pass compares all its loops at its end, in few operations, with T·E·(R + 1) bytes of marks per
-layer.
+Measured are the state and the experts that are chosen: routing that diverges between loops is what
+lets a looped mixture of experts beat its unlooped partner where a looped dense model does not (arXiv
+2605.09165). A pass compares all its loops at its end, with T·E·(R + 1) bytes of marks per layer.
 
 Legend: B sequences, S positions (or sub-tokens), T = B·S rows of the router, E experts, D model
 width, R loops, L layers, N routes of a layer in all loops, X = Σ B' pairs of a loop of the pass and
 a sequence that makes it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..balance import Choices, RouterReport
 from ..config.model_config import DepthStep
-from ..layers import on_device
+from ..layers import on_device, wide_dtype
 from .depth import PassDepth, shares_making
-from .exits import mean_of_real, state_change
 
 
-class LoopMeasures:
-    """Collects the measures of one pass, by sequence and by the loops that it has made."""
+@dataclass(frozen=True)
+class Reading:
+    """Reads a state between two loops as the pass would at its end."""
+
+    rows: Callable[[Tensor, Tensor | None], Tensor]  # of a state of sequences (B',); None: of all
+    logits: Callable[[Tensor], Tensor]  # of such rows
+    gate: Callable[[Tensor], Tensor] | None  # the exit gate, of such rows; None: the model has none
+
+
+class LoopWatch:
+    """Follows the depth of every sequence, and measures nothing."""
+
+    marks_choices = False  # whether `see_routes` needs the experts of every route
 
     def __init__(self, depth: PassDepth, x_BSD: Tensor, real_BS: Tensor | None) -> None:
         """Takes which positions are not padding, bool; None: all."""
-        self._batch_size, self._real_BS = len(x_BSD), real_BS
+        self.depth, self.batch_size, self.real_BS = depth, len(x_BSD), real_BS
+
+    def enter(self, loop: int) -> list[int] | None:
+        """Returns the sequences that make a loop of the pass; None: all."""
+        return self.depth.live(loop)
+
+    def see_routes(self, step: DepthStep, report: RouterReport | None) -> None:
+        """Sees the choices of the feed-forward's router in a depth step."""
+
+    def leave(self, loop: int, before_BSD: Tensor, after_BSD: Tensor, reading: Reading) -> None:
+        """Sees the states of the sequences that have made a loop, before and after it."""
+
+    def values(self) -> dict[str, Tensor]:
+        """Returns what the pass logs, (B,) by name."""
+        return {}
+
+
+class LoopMeasures(LoopWatch):
+    """Collects the measures of one pass, by sequence and by the loops that it has made."""
+
+    marks_choices = True
+
+    def __init__(self, depth: PassDepth, x_BSD: Tensor, real_BS: Tensor | None) -> None:
+        super().__init__(depth, x_BSD, real_BS)
         self._shares = depth.shares or shares_making(depth.of_sequence or (depth.num_loops,))
         self._place_X = None if depth.of_sequence is None else _places(depth, x_BSD.device)
         self._changes: list[Tensor] = []  # by loop of the pass, (B', S)
         self._choices: dict[int, list[Choices]] = {}  # by layer, then by loop of the pass
 
-    def see_state(self, before_BSD: Tensor, after_BSD: Tensor) -> None:
+    def leave(self, loop: int, before_BSD: Tensor, after_BSD: Tensor, reading: Reading) -> None:
         """Measures how far the pass's next loop has moved the sequences that make it."""
         self._changes.append(state_change(before_BSD.detach(), after_BSD.detach()))
 
@@ -50,7 +87,7 @@ class LoopMeasures:
         that does not make a loop has 0 there, and the others are scaled up, so that the mean over
         the step's sequences is that of the sequences that do.
         """
-        found = self._by_loop("state_change", mean_of_real(self._change(), self._real_BS))
+        found = self._by_loop("state_change", mean_of_real(self._change(), self.real_BS))
         if not self._choices or len(self._shares) == 1:
             return found
         pairs = [self._compared(each) for each in self._choices.values()]
@@ -62,7 +99,7 @@ class LoopMeasures:
 
     def _change(self) -> Tensor:
         """Returns how far each own loop of a sequence has moved it, (R, B, S); 0 if it makes none."""
-        change_XS, shape = torch.cat(self._changes), (len(self._shares), self._batch_size)
+        change_XS, shape = torch.cat(self._changes), (len(self._shares), self.batch_size)
         if self._place_X is not None:
             none_XS = change_XS.new_zeros(shape[0] * shape[1], change_XS.shape[1])
             change_XS = none_XS.index_copy(0, self._place_X, change_XS)
@@ -74,21 +111,21 @@ class LoopMeasures:
         row_N, num_positions = self._rows(choices)
         expert_N = torch.cat([each.expert_N for each in choices])
         index_N = torch.add(expert_N, row_N, alpha=num_experts)
-        size = self._batch_size * num_positions * num_experts  # of a loop; none precedes the first
+        size = self.batch_size * num_positions * num_experts  # of a loop; none precedes the first
         marks = expert_N.new_zeros((num_loops + 1) * size, dtype=torch.bool)
         marks[size:].index_fill_(0, index_N, True)
         kept_N, place_N = marks[index_N].long(), row_N // num_positions
-        load = expert_N.new_zeros(num_loops * self._batch_size * num_experts)
+        load = expert_N.new_zeros(num_loops * self.batch_size * num_experts)
         place_and_expert_N = torch.add(expert_N, place_N, alpha=num_experts)
         load.scatter_add_(0, place_and_expert_N, torch.ones_like(expert_N))
-        kept = expert_N.new_zeros(num_loops * self._batch_size).scatter_add_(0, place_N, kept_N)
-        return load.view(num_loops, self._batch_size, -1), kept.view(num_loops, -1)
+        kept = expert_N.new_zeros(num_loops * self.batch_size).scatter_add_(0, place_N, kept_N)
+        return load.view(num_loops, self.batch_size, -1), kept.view(num_loops, -1)
 
     def _rows(self, choices: list[Choices]) -> tuple[Tensor, int]:
         """Returns the row of every route among R·B·S, and S."""
         sizes, device = [each.num_rows for each in choices], choices[0].expert_N.device
         if self._place_X is None:
-            num_positions = sizes[0] // self._batch_size
+            num_positions = sizes[0] // self.batch_size
             row_T = torch.arange(sum(sizes), device=device)
         else:
             num_positions = sum(sizes) // len(self._place_X)
@@ -136,3 +173,17 @@ def jensen_shannon(first_BE: Tensor, second_BE: Tensor) -> Tensor:
     entropy = torch.special.entr
     divergence_BE = entropy((p_BE + q_BE) / 2) - (entropy(p_BE) + entropy(q_BE)) / 2
     return divergence_BE.sum(-1) * (first_B1 * second_B1 > 0).squeeze(-1)
+
+
+def mean_of_real(value_BS: Tensor, real_BS: Tensor | None) -> Tensor:
+    """Returns each sequence's mean over the positions that are marked as real, (B,); None: all."""
+    if real_BS is None:
+        return value_BS.mean(-1)
+    return value_BS.where(real_BS, 0).sum(-1) / real_BS.sum(-1).clamp_min(1)
+
+
+def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
+    """Returns ‖after − before‖ / ‖after‖ at every position, (B, S)."""
+    wide = wide_dtype(after_BSD)
+    change_BS = (after_BSD.to(wide) - before_BSD.to(wide)).norm(dim=-1)
+    return change_BS / after_BSD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)

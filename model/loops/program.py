@@ -4,57 +4,76 @@
     R times:  s = core(condition(inject(s, e)))
     logits = read-out(norm(coda(s)))
 
-Everything a loop adds to the layers is here. The order of the layers is `ModelConfig.schedule_of`,
-and one pass (steps.py) applies them.
+A loop is `enter`, `begin`, the layers and `read`; what measures loops or ends them early watches
+from outside (measures.py). The order of the layers is `ModelConfig.schedule_of`, and one pass
+(steps.py) applies them.
 
-Legend: B sequences, S positions, D model width, P, C, Q layers of prelude, core and coda, R loops,
-e the injected input, s the state.
+Legend: B sequences, S positions, D model width, F frequencies, R loops, e the injected
+input, s the state.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config.model_config import DepthStep, ModelConfig
+from ..config.model_config import ModelConfig
 from ..initialise import Initializers, constant, identity, parameter, zeros
 from ..layers import Linear, literal, make_norm, on_device, wide_dtype
 from .depth import PassDepth
 from .exits import ExitGate
+from .measures import Reading
 from .steps import DepthSteps
 
 _FREQUENCIES = 8  # of r/R and of 1/R, π·2⁰ … π·2⁷
-_WITHIN = math.erf(3 / math.sqrt(2))  # of a uniform number that becomes the starting noise
 _START_DECAY = math.sqrt(1 / 5)  # of the state per loop, at the start (Parcae)
+_WITHIN = math.erf(3 / math.sqrt(2))  # of a uniform number that becomes the starting noise
+Norm = Callable[[Tensor], Tensor]
 
 
 class Injection(nn.Module):
-    """Combines the state with the injected input at the start of a loop.
+    """Combines the state with the injected input at the start of a loop; this one injects nothing.
 
-    What reads e alone is computed once per pass.
+    Work on e alone is done once per pass, in `prepare`.
     """
 
-    def prepare(self, e_BSD: Tensor) -> Tensor:
-        """Returns what every loop reads of e, (B, S, D)."""
-        return e_BSD
+    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
+        super().__init__()
+
+    def prepare(self, e_BSD: Tensor) -> Tensor | None:
+        """Returns what every loop reads of e, (B, S, D); None: nothing."""
+        return None
 
     def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
-        """Adds what `prepare` has returned to the state (B, S, D)."""
-        return s_BSD + e_BSD
+        """Returns the state (B, S, D) that a loop starts from; e comes from `prepare`."""
+        return s_BSD
 
     def finish(self, s_BSD: Tensor) -> Tensor:
         """Maps the state after the last loop to what the coda reads, (B, S, D)."""
         return s_BSD
 
 
+class AddedInjection(Injection):
+    """Adds e to the state."""
+
+    def prepare(self, e_BSD: Tensor) -> Tensor:
+        """Returns e itself."""
+        return e_BSD
+
+    def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
+        """Returns s + e."""
+        return s_BSD + e_BSD
+
+
 class LinearInjection(Injection):
     """Applies one matrix to [s, e], as Huginn does (arXiv 2502.05171, §3.2)."""
 
     def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
-        super().__init__()
+        super().__init__(config, initializers)
         d_model = config.d_model
         self.adapter = Linear(2 * d_model, d_model, init=initializers.adapter())
 
@@ -78,8 +97,8 @@ class DecayInjection(Injection):
 
     decays = False
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
+        super().__init__(config, initializers)
         d_model, delta = config.d_model, -math.log(_START_DECAY)
         self.rate_bias = parameter(d_model, init=zeros)
         self.step_bias = parameter(d_model, init=constant(delta + math.log(-math.expm1(-delta))))
@@ -98,6 +117,14 @@ class DecayInjection(Injection):
     def finish(self, s_BSD: Tensor) -> Tensor:
         """Returns C·s, which the coda reads."""
         return self.output(s_BSD).to(s_BSD.dtype)
+
+
+INJECTIONS = {
+    "none": Injection,
+    "add": AddedInjection,
+    "linear": LinearInjection,
+    "decay": DecayInjection,
+}
 
 
 class Condition(nn.Module):
@@ -134,6 +161,19 @@ class Condition(nn.Module):
         return (s_BSD + shift).to(s_BSD.dtype)
 
 
+def _unchanged(x_BSD: Tensor) -> Tensor:
+    return x_BSD
+
+
+@dataclass(frozen=True)
+class FinalNorms:
+    """Holds what normalises a state at each place where the final norm may stand."""
+
+    of_loop: Norm = _unchanged  # at the end of every loop
+    of_core: Norm = _unchanged  # between core and coda
+    of_rows: Norm = _unchanged  # before the read-out
+
+
 class Loops(nn.Module):
     """Applies the layers in the order of a schedule, with what a loop program does between them.
 
@@ -143,19 +183,12 @@ class Loops(nn.Module):
     def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
         super().__init__()
         program = self.config = config.loops
-        self.first, self.last = program.prelude, config.layers_per_group - program.coda - 1
         self.state_std = initializers.state_std
-        self.injection: Injection | None = None
-        if program.inject == "linear":
-            self.injection = LinearInjection(config, initializers)
-        elif program.inject == "decay":
-            self.injection = DecayInjection(config)
-        elif program.inject == "add":
-            self.injection = Injection()
+        self.injection = INJECTIONS[program.inject](config, initializers)
         self.input_norm = (
             make_norm(config.norm_layer, config.norm_eps, config.d_model)
             if program.input_norm
-            else None
+            else nn.Identity()
         )
         self.condition = None
         if program.condition != "none":
@@ -168,7 +201,7 @@ class Loops(nn.Module):
         steps: DepthSteps,
         x_BSD: Tensor,
         *,
-        final_norm: nn.Module | None,
+        final_norm: Norm,
         predict: Callable[[Tensor], Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Applies a layer at every depth step of a pass.
@@ -176,70 +209,68 @@ class Loops(nn.Module):
         Args:
             steps: the pass, which applies the layers.
             x_BSD: the embedded tokens.
-            final_norm: of the model; None: it has none.
+            final_norm: the model's.
             predict: the model's read-out, which returns the logits of rows; exits may read it.
 
         Returns:
             The rows that the read-out reads, (B, S, D): of the last loop, in training also of the
             others that the loss reads, in their order; and g of the exit gate for each, (B, S).
         """
-        has_grad = torch.is_grad_enabled()
-        states = _States(x_BSD, None)
-        before_BSD = x_BSD
-        schedule, depth, exits = steps.schedule, steps.depth, steps.exits
-        coda = [step for step in schedule if step.member > self.last]
-        read = partial(self._read, steps, coda, final_norm)
-        last = depth.num_loops - 1
-        wanted = self.config.read_loops(depth.num_loops) if self.training else (last,)
+        norms = self._norms(final_norm)
+        reading = Reading(partial(self.read, steps, norms), predict, self.exit_gate)
+        for step in steps.prelude:
+            x_BSD = steps.apply(step, x_BSD)
+        states = self.enter(x_BSD, steps)
         rows: list[Tensor] = []
-        for step in schedule[: len(schedule) - len(coda)]:
-            if step.loop is None:
-                states.x_BSD = steps.apply(step, states.x_BSD, None)
-                continue
-            if step.member == self.first and step.loop == 0 and self.injection is not None:
-                x_BSD = states.x_BSD
-                e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
-                x_BSD = self.start_state(x_BSD, steps)
-                states = _States(x_BSD, self.injection.prepare(e_BSD))
-            if step.member == self.first:  # outside `no_grad`: those that wait keep their gradient
-                states.keep(depth.live(step.loop) if exits is None else exits.enter(x_BSD.device))
-                before_BSD = states.x_BSD
-            with torch.set_grad_enabled(has_grad and step.loop >= depth.no_gradient):
-                if step.member == self.first:
-                    self._begin(states, step.loop, depth)
-                states.x_BSD = steps.apply(step, states.x_BSD, states.live)
-                if step.member < self.last:
-                    continue
-                if self.config.final_norm == "every_loop" and final_norm is not None:
-                    states.x_BSD = final_norm(states.x_BSD)
-                if exits is not None and step.loop < last:
-                    exits.leave(before_BSD, states.x_BSD, read, predict, self.exit_gate)
-                if steps.measures is not None:
-                    steps.measures.see_state(before_BSD, states.x_BSD)
-            if step.loop in wanted:
-                rows.append(read(states.of_all(), None))
-        if self.exit_gate is None or not self.training:
-            return rows, []
-        return rows, [self.exit_gate(each) for each in rows]
+        for loop, layers in steps.loops.items():
+            states.keep(steps.watch.enter(loop))  # outside `no_grad`: those that wait keep theirs
+            before_BSD = states.x_BSD
+            has_gradient = torch.is_grad_enabled() and loop >= steps.depth.no_gradient
+            with torch.set_grad_enabled(has_gradient):
+                states.x_BSD = self.begin(states, loop, steps.depth)
+                for step in layers:
+                    states.x_BSD = steps.apply(step, states.x_BSD, states.live)
+                states.x_BSD = norms.of_loop(states.x_BSD)
+                steps.watch.leave(loop, before_BSD, states.x_BSD, reading)
+            if loop in steps.read_loops:
+                rows.append(reading.rows(states.of_all(), None))
+        return rows, self._gates(rows)
 
-    def _read(
-        self,
-        steps: DepthSteps,
-        coda: Sequence[DepthStep],
-        final_norm: nn.Module | None,
-        s_BSD: Tensor,
-        live: Tensor | None,
-    ) -> Tensor:
-        """Returns the rows of a state that the read-out reads."""
-        if self.injection is not None:
-            s_BSD = self.injection.finish(s_BSD)
-        if self.config.final_norm == "around_coda" and final_norm is not None:
-            s_BSD = final_norm(s_BSD)
-        for step in coda:
-            s_BSD = steps.apply(step, s_BSD, live)
-        if final_norm is None or (self.config.final_norm == "every_loop" and not coda):
+    def enter(self, x_BSD: Tensor, steps: DepthSteps) -> "LoopStates":
+        """Returns the states before the first loop, and what the loops read of the prelude's output."""
+        e_BSD = self.injection.prepare(self.input_norm(x_BSD))
+        return LoopStates(self.start_state(x_BSD, steps), e_BSD)
+
+    def begin(self, states: "LoopStates", loop: int, depth: PassDepth) -> Tensor:
+        """Returns the states that a loop's first layer reads."""
+        s_BSD = self.injection(states.x_BSD, states.e_BSD)
+        if self.condition is None:
             return s_BSD
-        return final_norm(s_BSD)
+        return self.condition(s_BSD, *depth.places(loop, states.places))
+
+    def read(
+        self, steps: DepthSteps, norms: "FinalNorms", s_BSD: Tensor, live: Tensor | None
+    ) -> Tensor:
+        """Returns the rows that the read-out reads of a state of the sequences `live`; None: all."""
+        s_BSD = norms.of_core(self.injection.finish(s_BSD))
+        for step in steps.coda:
+            s_BSD = steps.apply(step, s_BSD, live)
+        return norms.of_rows(s_BSD)
+
+    def _norms(self, norm: Norm) -> "FinalNorms":
+        """Puts the final norm in its places."""
+        match self.config.final_norm:
+            case "once":
+                return FinalNorms(of_rows=norm)
+            case "around_coda":
+                return FinalNorms(of_core=norm, of_rows=norm)
+            case "every_loop":  # which is also the one before the read-out if no coda follows
+                return FinalNorms(of_loop=norm, of_rows=norm if self.config.coda else _unchanged)
+
+    def _gates(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        if self.exit_gate is None or not self.training:
+            return []
+        return [self.exit_gate(each) for each in rows]
 
     def start_state(self, e_BSD: Tensor, steps: DepthSteps) -> Tensor:
         """Returns the state before the first loop, (B, S, D).
@@ -270,19 +301,8 @@ class Loops(nn.Module):
         """
         return uniform.erfinv_().mul_(math.sqrt(2) * self.state_std)
 
-    def _begin(self, states: "_States", loop: int, depth: PassDepth) -> None:
-        if self.injection is not None and states.e_BSD is not None:
-            states.x_BSD = self.injection(states.x_BSD, states.e_BSD)
-        if self.condition is None:
-            return
-        loops, num_loops = [loop], [depth.num_loops]
-        if depth.of_sequence is not None:
-            loops = [depth.place(loop, each) for each in states.places]
-            num_loops = [depth.of_sequence[each] for each in states.places]
-        states.x_BSD = self.condition(states.x_BSD, loops, num_loops)
 
-
-class _States:
+class LoopStates:
     """Holds the states of the sequences that loop, and of those that have left or wait."""
 
     def __init__(self, x_BSD: Tensor, e_BSD: Tensor | None) -> None:

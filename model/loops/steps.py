@@ -3,11 +3,14 @@
 Legend: B sequences, S positions, D model width.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.gradients import accumulate_weight_gradients
 from ..attention.base import DepthContext, LayerCache, past_length
 from ..balance import RouterReport
 from ..config.model_config import DepthStep, ModelConfig
@@ -19,7 +22,7 @@ from ..layers import on_device, rotary_of
 from .depth import PassDepth, own_depth
 from .exits import ExitRule, Exits
 from .halting import Halted, Unhalted
-from .measures import LoopMeasures
+from .measures import LoopMeasures, LoopWatch
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,8 @@ class PassOptions:
     """Says how one forward pass runs; the default is the model as configured."""
 
     depth: PassDepth | None = None  # how many loops each sequence makes; None: `num_repeats`
-    exit_rule: ExitRule | None = (
-        None  # in evaluation: when a sequence stops looping; None: at the end
-    )
+    # In evaluation: when a sequence stops looping; None: at the end
+    exit_rule: ExitRule | None = None
     # For training; evaluation ignores draws, measures_loops and depth_losses:
     draws: Draws | None = None  # random numbers; None: keyed by torch's default generator
     measures_loops: bool = False  # whether loops are compared (measures.py)
@@ -61,21 +63,16 @@ class DepthSteps:
         """
         self.depth = options.depth or own_depth(config)
         self.schedule = config.schedule_of(self.depth.num_loops)
+        self.prelude, self.loops, self.coda = _parts(config, self.schedule, self.depth.num_loops)
+        last = (self.depth.num_loops - 1,)
+        self.read_loops = config.loops.read_loops(self.depth.num_loops) if training else last
         self.past, self.num_sequences = past_length(cache), len(x_BSD)
         self.positions_BS = None if documents is None else documents.positions_BS
         self.real_BS = None if documents is None else documents.real_BS
         self.training, self.draws = training, None
         if training:
             self.draws = options.draws or fresh_draws(len(x_BSD), x_BSD.device)
-        self.exits = None
-        if options.exit_rule is not None and not training:
-            self.exits = Exits(options.exit_rule, len(x_BSD), self.real_BS)
-        self.measures = None
-        has_comparable_loops = (
-            config.order == "abab" and config.halting is None and config.num_repeats > 1
-        )
-        if options.measures_loops and training and has_comparable_loops:
-            self.measures = LoopMeasures(self.depth, x_BSD, self.real_BS)
+        self.watch = self._watch(config, options, x_BSD)
         self.done: list[DepthStep] = []
         self.reports: list[dict[str, RouterReport]] = []  # of `done`
         self.halted: Halted | None = None
@@ -90,7 +87,7 @@ class DepthSteps:
         self._context = DepthContext(
             rotary_of(config.attention, x_BSD, self.past, self.positions_BS),
             documents=documents,
-            marks_choices=self.measures is not None,
+            marks_choices=self.watch.marks_choices,
             recompute=options.recompute,
             equal_rows=options.equal_rows,
         )
@@ -103,9 +100,7 @@ class DepthSteps:
 
     @property
     def loops_B(self) -> Tensor | None:
-        """Returns how many loops every sequence has made, float32, if that is not fixed."""
-        if self.exits is not None:
-            return self.exits.loops_B
+        """Returns how many loops every sequence makes in training, float32; None: as configured."""
         if self.draws is None or self._config.loops.depth.kind == "fixed":
             return None
         device, of_sequence = self.draws.numbers_B.device, self.depth.of_sequence
@@ -113,11 +108,15 @@ class DepthSteps:
             return torch.full((self.num_sequences,), float(self.depth.num_loops), device=device)
         return on_device(torch.tensor(of_sequence, dtype=torch.float32), device)
 
+    def open(self) -> AbstractContextManager[None]:
+        """Opens the forward pass (kernels/pass_scope.py): repeats of a layer share gradient sums."""
+        return accumulate_weight_gradients()
+
     def apply_unhalted(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted) -> Tensor:
         """Applies one layer to the tokens that have not halted."""
         return self._apply(step, x_BSD, replace(self._context, unhalted=unhalted), None)
 
-    def apply(self, step: DepthStep, x_BSD: Tensor, live: Tensor | None) -> Tensor:
+    def apply(self, step: DepthStep, x_BSD: Tensor, live: Tensor | None = None) -> Tensor:
         """Applies one layer to x, which has only the sequences `live`, (B',) int64; None: all."""
         context = self._context if live is None else self._context.of_sequences(live)
         return self._apply(step, x_BSD, context, live)
@@ -134,13 +133,21 @@ class DepthSteps:
         draws = self._draws_of(step, live)
         context = replace(context, step=step, cache=cache, residual_scale=scale, draws=draws)
         x_BSD, report = self._layers[step.member](x_BSD, context)
-        if self.measures is not None:
-            self.measures.see_routes(step, report.get("feed_forward"))
+        self.watch.see_routes(step, report.get("feed_forward"))
         self.done.append(step)
         self.reports.append(report if live is None else _of_batch(report, live, self.num_sequences))
         if self._keeps_states:
             self.states[step.index] = x_BSD
         return x_BSD
+
+    def _watch(self, config: ModelConfig, options: PassOptions, x_BSD: Tensor) -> LoopWatch:
+        if options.exit_rule is not None and not self.training:
+            return Exits(self.depth, x_BSD, self.real_BS, options.exit_rule)
+        has_comparable_loops = (
+            config.order == "abab" and config.halting is None and config.num_repeats > 1
+        )
+        measures = options.measures_loops and self.training and has_comparable_loops
+        return (LoopMeasures if measures else LoopWatch)(self.depth, x_BSD, self.real_BS)
 
     def _draws_of(self, step: DepthStep, live: Tensor | None) -> Draws | None:
         """Returns the layer's random numbers, keyed by each sequence's own loop; −1 outside the core."""
@@ -169,6 +176,25 @@ class DepthSteps:
                 f"the cache has {len(self._cache)} depth steps, and a pass of {self.depth.num_loops} "
                 f"loops has {len(self.schedule)}: make a new one with model.new_cache()"
             )
+
+
+Steps = Sequence[DepthStep]
+
+
+def _parts(
+    config: ModelConfig, schedule: Steps, num_loops: int
+) -> tuple[Steps, dict[int, Steps], Steps]:
+    """Splits a schedule into prelude, loops by number from 0, and coda.
+
+    With order="aabb" no layers form a loop: all of them together are the last one.
+    """
+    first, end = config.loops.prelude, len(schedule) - config.loops.coda
+    count = num_loops if config.order == "abab" else 1
+    size = (end - first) // count
+    loops = {
+        num_loops - count + index: schedule[first + index * size :][:size] for index in range(count)
+    }
+    return schedule[:first], loops, schedule[end:]
 
 
 def _of_batch(

@@ -18,12 +18,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from ...kernels.fused.router import Gate, Routed, can_route, route_top_k
 from ...plugins import PluginError
 from ..balance import BALANCE, RunningSum, balance_value, choice_sums, document_sums
+from ..config.sections import Keys
 from ..execution.draws import num_sequences
 from ..execution.recompute import save_choice
 from ..initialise import Initializer
@@ -42,10 +43,8 @@ class Promises:
     balanced: bool  # every expert serves equally many rows, by construction
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(Keys):
     """Describes one kind of router in the model's configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
 
@@ -127,9 +126,8 @@ class Router(nn.Module):
     Config: ClassVar[type[RouterConfig]]
     backend: str = "auto"  # of the experts (`kernels.backend`); Triton's has router kernels
     carried: tuple[str, ...] = ()  # names of the statistics for `after_step`
-    reads_step: ClassVar[bool] = (
-        False  # whether `forward` takes `step`, the DepthStep that it is in
-    )
+    # Whether `forward` takes `step`, the DepthStep that it is in.
+    reads_step: ClassVar[bool] = False
     # Biases and temperatures that no precision of the run rounds; it never rounds buffers.
     keeps_float32: ClassVar[tuple[str, ...]] = ()
 

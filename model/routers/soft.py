@@ -13,7 +13,8 @@ positions, so a language model would see its own future: it is here as the non-c
 Mixture of Tokens, which is this layer with one slot per expert, groups across sequences, no
 normalisation and D in place of C. Mixing costs 6·D·E·P FLOPs per token.
 
-Legend: B sequences, M tokens of one, D their width, E experts, P slots of each, N = E·P slots.
+Legend: B sequences, M tokens of one, D their width, E experts, P slots, equally many for
+each expert.
 """
 
 from typing import Literal
@@ -37,7 +38,7 @@ class SlotMixingConfig(RouterConfig):
 
     kind: Literal["soft_moe"] = "soft_moe"
     slots_per_expert: PositiveInt | None = None
-    """Slots P of each expert; required, because each slot has its own weights."""
+    """Slots of each expert; required, because each slot has its own weights."""
 
     @property
     def promises(self) -> Promises:
@@ -62,7 +63,7 @@ class SlotMixingConfig(RouterConfig):
         self.slots(num_experts)
 
     def slots(self, num_experts: int) -> int:
-        """Returns P: the slots of an expert.
+        """Returns the slots of an expert.
 
         Raises:
             ValueError: it is not configured; the model does not know the sequence length that
@@ -94,16 +95,16 @@ class SlotMixingRouter(Router):
     def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Mixes every sequence as one group."""
         wide, dtype = wide_dtype(x_TD), own_dtype(x_TD, self.weight)
-        x_TD, slots_ND = (
+        x_TD, slots_PD = (
             F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight)
         )
         scale = self.scale.to(dtype)
-        if x_TD.numel() < slots_ND.numel():  # scale the smaller operand
+        if x_TD.numel() < slots_PD.numel():  # scale the smaller operand
             x_TD = x_TD * scale
         else:
-            slots_ND = slots_ND * scale
-        logits_TN = (x_TD @ slots_ND.T).to(wide)
-        logits_BMN = logits_TN.unflatten(0, (batch_size, -1))
+            slots_PD = slots_PD * scale
+        logits_TP = (x_TD @ slots_PD.T).to(wide)
+        logits_BMP = logits_TP.unflatten(0, (batch_size, -1))
         rows_BM = torch.arange(x_TD.shape[0], device=x_TD.device).view(batch_size, -1)
-        mixture = Mixture(rows_BM, logits_BMN.softmax(1), logits_BMN.softmax(2), self.num_experts)
-        return Routing(mixture, logits_TN[:, None])
+        mixture = Mixture(rows_BM, logits_BMP.softmax(1), logits_BMP.softmax(2), self.num_experts)
+        return Routing(mixture, logits_TP[:, None])

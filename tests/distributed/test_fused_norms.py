@@ -22,7 +22,7 @@ def gradients(mesh: Mesh, layers: int, recompute: Recompute) -> dict[str, Tensor
     set_options(model, recompute=recompute)
     tokens = some_tokens(4, 6, seed=mesh.rank)
     output = forward_in(model, LOW, tokens, targets_BS=tokens)
-    (output.read_out + output.regularisation_B.sum()).backward()
+    (output.cross_entropy + output.regularisation_B.sum()).backward()
     return {
         name: local_tensor(parameter.grad).clone()
         for name, parameter in model.named_parameters()

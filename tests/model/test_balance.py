@@ -154,17 +154,14 @@ def test_a_pass_adds_the_losses_of_equal_routers_at_once(
     found = model(rows, targets_BS=rows)
     assert len(calls) == (2 if alike else 6)
     torch.testing.assert_close(found.regularisation_B, expected.regularisation_B)
-    assert found.auxiliary.keys() == expected.auxiliary.keys()
-    for name, value_B in expected.auxiliary.items():
-        torch.testing.assert_close(found.auxiliary[name], value_B)
+    torch.testing.assert_close(found.auxiliary, expected.auxiliary)
     ours, theirs = (
         torch.autograd.grad(
             each.regularisation_B.sum(), list(model.parameters()), allow_unused=True
         )
         for each in (found, expected)
     )
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("form", ["load", "entropy"])
@@ -215,40 +212,20 @@ def test_what_no_loss_reads_is_not_counted() -> None:
     assert torch.equal(*entropy)
 
 
-@pytest.mark.parametrize("sorted_steps", [(), (0, 2), (0, 1, 2)])
-def test_loads_are_those_of_sorted_and_of_unsorted_routes(sorted_steps: tuple[int, ...]) -> None:
-    """Where routes are sorted, counts follow from where each expert's start, for all steps at once."""
-    steps = [routing(random_logits(10, seed)) for seed in range(3)]
-    for step in sorted_steps:
-        assert steps[step].routes.sorting.starts_E1.dtype == torch.int32
-    reports = [report_routing(found, {}) for found in steps]
-    assert [each.starts_N1 is not None for each in reports] == [n in sorted_steps for n in range(3)]
-    load = collect_loads([{"feed_forward": report} for report in reports])["feed_forward"]
-    expected = [
-        [(found.routes.expert_N == expert).sum().item() for expert in range(E)] for found in steps
-    ]
-    assert load.load_LN.dtype == torch.int64
-    assert load.load_LN.tolist() == expected
-    assert load.wanted_L.tolist() == [20, 20, 20]
-
-
-def test_loads_count_routes_and_gates() -> None:
-    found = routing(random_logits(10, 1))
-    report = report_routing(found, choice_sums(found, 2))
-    assert report.load_N is not None
-    assert report.load_N.sum().item() == 20
+def test_loads_count_what_a_capacity_refused_as_asked_for() -> None:
+    report = report_routing(routing(random_logits(10, 1)), {})
     asked_more = replace(report, wanted=23)  # as where a capacity refused three
-    for one, wanted in ((report, 20), (asked_more, 23)):
-        load = collect_loads([{"feed_forward": one}, {}, {"feed_forward": one}])["feed_forward"]
-        assert load.load_LN.shape == (2, E)
-        assert load.wanted_L.tolist() == [wanted, wanted]
-        assert load.gate_sum_L.tolist() == [5.0, 5.0]
-    torch.testing.assert_close(report.sums["probability"].sum(), torch.tensor(10.0))
-    assert report.sums["load"].sum(1).tolist() == [10, 10]
+    steps = [{"feed_forward": each} for each in (asked_more, asked_more)]
+    load = collect_loads([steps[0], {}, steps[1]])["feed_forward"]
+    assert load.load_LN.sum(1).tolist() == [20, 20]
+    assert load.wanted_L.tolist() == [23, 23]
+    assert load.gate_sum_L.tolist() == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("all_sorted", [True, False])
-def test_loads_of_all_kinds_are_collected_at_once_and_added_up_by_layer(all_sorted: bool) -> None:
+@pytest.mark.parametrize("sorted_steps", [(), (0,), (0, 1, 2, 3)])
+def test_loads_of_all_kinds_are_collected_at_once_and_added_up_by_layer(
+    sorted_steps: tuple[int, ...],
+) -> None:
     """Kinds of different sizes; depth step 1 has no feed-forward; layers 0, 1, 0, 1 in passes of four."""
     places = {"feed_forward": (0, 2, 3), "value": (0, 1, 2, 3)}
     steps: list[dict[str, Any]] = [{} for _ in range(4)]
@@ -256,40 +233,17 @@ def test_loads_of_all_kinds_are_collected_at_once_and_added_up_by_layer(all_sort
     for size, (kind, own) in enumerate(places.items()):
         for place in own:
             found = routing(random_logits(10, place, num_experts=E + size))
-            if all_sorted or place == 0:
+            if place in sorted_steps:  # counts follow from where each expert's routes start
                 assert found.routes.sorting.starts_E1.dtype == torch.int32
             steps[place][kind] = report_routing(found, {})
             count_N = torch.bincount(found.routes.expert_N, minlength=E + size)
             expected.setdefault(kind, []).append(count_N)
     for kind, load in collect_loads(steps).items():
         assert torch.equal(load.load_LN, torch.stack(expected[kind]))
+        assert load.wanted_L.tolist() == [20] * len(expected[kind])
     added = collect_loads(steps, members=[0, 1, 0, 1])
     first, second, third = expected["feed_forward"]
     assert torch.equal(added["feed_forward"].load_LN, torch.stack([first + second, third]))
     assert added["feed_forward"].wanted_L.tolist() == [40, 20]
     assert added["feed_forward"].gate_sum_L.tolist() == [10.0, 5.0]
     assert added["value"].load_LN.sum(1).tolist() == [40, 40]
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
-def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: str) -> None:
-    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all
-    probability (k = 1).
-    """
-    experts = 6
-    rotated = torch.eye(experts).repeat(
-        4, 1
-    )  # every expert first equally often; the topk of ties is spread below
-    logits = torch.stack(
-        [0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k)]
-    ).sum(0)
-    even = choice_sums(routing(logits[:, None], top_k), 2)
-    value = balance_value(even, "load", scope, RunningSum()).mean()
-    torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)
-    if top_k == 1:
-        collapsed = torch.zeros(8, 1, experts).index_fill(2, torch.tensor([0]), 50.0)
-        value = balance_value(
-            choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()
-        ).mean()
-        torch.testing.assert_close(value, torch.tensor(float(experts)))

@@ -145,22 +145,7 @@ def test_a_document_is_what_it_would_be_alone(name: str, positions: str) -> None
         torch.autograd.grad(sum(found), parameters, allow_unused=True)  # type: ignore[arg-type]
         for found in zip(*losses, strict=True)
     )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None and other is not None:
-            assert (mine - other).norm() <= 1e-9 * other.norm() + 1e-12
-
-
-@pytest.mark.parametrize("name", ["moeut", "dense", "sut"])
-def test_other_documents_change_no_bit(name: str) -> None:
-    model = make_uneven(tiny_model(name)).eval()
-    rows = tokens()
-    before = model(rows, documents=marked()).logits_BSV
-    for row, where in pieces():
-        changed = tokens(3)
-        changed[row, where] = rows[row, where]
-        after = model(changed, documents=marked()).logits_BSV
-        assert torch.equal(after[row, where], before[row, where])
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
 def test_a_cache_and_documents_are_refused() -> None:
@@ -187,8 +172,7 @@ def test_recomputation_makes_the_same_gradients(name: str) -> None:
     for mode in ("selective", "full"):
         model = make_uneven(tiny_model(name))
         set_options(model, recompute=mode)
-        for key, value in gradients(model).items():
-            assert torch.equal(value, expected[key]), (mode, key)
+        torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -201,10 +185,7 @@ def test_compiled_parts_make_the_same_gradients(name: str, dtype: torch.dtype) -
     expected = gradients(make_uneven(tiny_model(name)), dtype)
     model = make_uneven(tiny_model(name))
     compile_dense_parts(model, backend="aot_eager")
-    for key, value in gradients(model, dtype).items():
-        torch.testing.assert_close(
-            value, expected[key], rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}"
-        )
+    torch.testing.assert_close(gradients(model, dtype), expected, rtol=1e-4, atol=1e-6)
 
 
 # Balancing and padding ------------------------------------------------------------------------------------------------
@@ -280,11 +261,8 @@ def test_padding_changes_nothing(name: str) -> None:
     found = training_pass(model, padded, marked(ids, attention=False))
     torch.testing.assert_close(found.logits_BSV[:, :9], expected.logits_BSV)
     torch.testing.assert_close(found.regularisation_B, expected.regularisation_B)
-    assert found.auxiliary.keys() == expected.auxiliary.keys()
-    for key, value in expected.auxiliary.items():
-        torch.testing.assert_close(found.auxiliary[key], value)
-    for key, value in expected.carried.items():
-        torch.testing.assert_close(found.carried[key], value)
+    torch.testing.assert_close(found.auxiliary, expected.auxiliary)
+    torch.testing.assert_close(found.carried, expected.carried)
     if name == "expert_choice":  # at a position of nothing but padding experts take padding
         return
     for kind, load in expected.loads.items():

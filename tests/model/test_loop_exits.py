@@ -43,6 +43,12 @@ def looped(recipe: str, changes: dict[str, Any] | None = None) -> Transformer:
     return model
 
 
+def core_of(model: Transformer) -> list[Any]:
+    """The layers that are repeated."""
+    loops = model.config.loops
+    return list(model.group)[loops.prelude : len(model.group) - loops.coda]
+
+
 def tokens_of(seed: int = 1) -> Tensor:
     return some_tokens(SEQUENCES, POSITIONS, seed=seed)
 
@@ -62,9 +68,7 @@ def measures_by_hand(model: Transformer, tokens: Tensor, kind: str) -> Tensor:
     states: list[Any] = []
     gates: list[Any] = []
     logits: list[Tensor] = []
-    model.group[model.loops.last].register_forward_hook(
-        lambda module, given, result: states.append(result[0])
-    )
+    core_of(model)[-1].register_forward_hook(lambda module, given, result: states.append(result[0]))
     if model.loops.exit_gate is not None:
         model.loops.exit_gate.register_forward_hook(lambda module, given, gate: gates.append(gate))
         model.train()(tokens)
@@ -120,7 +124,7 @@ def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
     rule.check(model.config)
     set_options(model, exit_rule=rule)
     rows: list[int] = []
-    hook = model.group[model.loops.first].register_forward_hook(
+    hook = core_of(model)[0].register_forward_hook(
         lambda module, given, result: rows.append(len(given[0]))
     )
     output = model(tokens)
@@ -221,28 +225,42 @@ def test_padding_and_masked_targets_count_in_no_entropy_and_no_measure():
     assert torch.equal(nothing, whole)
 
 
-@pytest.mark.parametrize(
-    "text", ["kl", "kl=0", "state=-1", "gate=1.5", "gate=nan", "entropy=1", "kl=x"]
-)
-def test_a_rule_that_is_none_is_refused(text):
-    with pytest.raises(ValueError, match="is no exit rule: write kl=X or state=X with X above 0"):
-        ExitRule.parse(text)
-    with pytest.raises(ValueError, match="kl=-1 is no exit rule"):
-        ExitRule("kl", -1)
+def checked(recipe: str, rule: str) -> None:
+    ExitRule.parse(rule).check(tiny_config(recipe))
+
+
+def run(cache: tuple[Any, ...] | None = None, **options: Any) -> None:
+    model = looped("huginn_moe").eval()
+    set_options(model, **options)
+    model(tokens_of(), None if cache is None else model.new_cache(*cache))
+
+
+NONE = "is no exit rule: write kl=X or state=X with X above 0"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rule", "message"),
+    ("mistake", "message"),
     [
-        ("dense", "kl=1", "makes no loops"),
-        ("sut", "kl=1", "makes no loops"),
-        ("moeut_aabb", "kl=1", "makes no loops"),
-        ("huginn_moe", "gate=0.5", "the model has no gate: use kl or state"),
+        *(
+            (partial(ExitRule.parse, text), NONE)
+            for text in ("kl", "kl=0", "state=-1", "gate=1.5", "gate=nan", "entropy=1", "kl=x")
+        ),
+        (partial(ExitRule, "kl", -1), "kl=-1 is no exit rule"),
+        *((partial(checked, name, "kl=1"), "no loops") for name in ("dense", "sut", "moeut_aabb")),
+        (partial(checked, "huginn_moe", "gate=0.5"), "the model has no gate: use kl or state"),
+        (
+            partial(run, (), depth=PassDepth(2)),
+            "cache has 14 depth steps, and a pass of 2 loops has 6",
+        ),
+        (partial(run, (), exit_rule=ExitRule("kl", 0.1)), "a pass with a cache makes every loop"),
+        (partial(run, (0,)), "shared_loops=0 must be at least 1"),
+        (partial(run, depth=PassDepth(0)), "num_loops=0 must be at least 1"),
     ],
 )
-def test_a_rule_that_a_model_cannot_follow_is_refused(recipe, rule, message):
+@torch.no_grad()
+def test_what_cannot_be_asked_of_a_pass_is_refused(mistake: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ExitRule.parse(rule).check(tiny_config(recipe))
+        mistake()
 
 
 # Losses and balancing of several loops --------------------------------------------------------------------------------
@@ -271,14 +289,14 @@ def test_a_coda_that_runs_after_several_loops_is_one_depth_step_for_losses_on_st
 
 
 def test_a_loss_may_read_logits_out_of_every_state():
-    """They are the ones that `read_out` takes the cross-entropy of, with their gradients."""
+    """They are the ones that `cross_entropy` is taken of, with their gradients."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def loss(states: DepthStates) -> Tensor:
         for state_BSD in states.states_L:
             logits_BSV = states.logits(state_BSD)
             own = F.cross_entropy(logits_BSV.mT, states.targets_BS)
-            found.append((own, states.read_out(state_BSD).mean()))
+            found.append((own, states.cross_entropy(state_BSD).mean()))
         return found[-1][0].expand(len(states.tokens_BS))
 
     model = looped("huginn_moe", {"loops.depth": {}})
@@ -367,9 +385,7 @@ def test_the_measures_of_loops_are_those_of_the_routes(recipe):
     assert not [name for name in output.auxiliary if "/" in name]  # on request alone
     set_options(model, measures_loops=True)
     states: list[Tensor] = []
-    model.group[model.loops.last].register_forward_hook(
-        lambda module, given, result: states.append(result[0])
-    )
+    core_of(model)[-1].register_forward_hook(lambda module, given, result: states.append(result[0]))
     with tap(model) as calls:
         found = model(tokens_of(), targets_BS=tokens_of(2)).auxiliary
     experts = model.config.experts
@@ -432,22 +448,3 @@ def test_a_shared_cache_gives_every_loop_the_keys_of_the_last_one_that_wrote(rec
     same = torch.allclose(model(new, full).logits_BSV, expected, rtol=0, atol=1e-6)
     assert same == (shared == R)
     assert cache[0].length == 7
-
-
-@torch.no_grad()
-def test_a_cache_of_another_number_of_loops_is_refused():
-    model = looped("huginn_moe").eval()
-    cache = model.new_cache()
-    set_options(model, depth=own_depth(model.config, 2))
-    with pytest.raises(
-        ValueError, match=r"the cache has 14 depth steps, and a pass of 2 loops has 6"
-    ):
-        model(tokens_of(), cache)
-    set_options(model, exit_rule=ExitRule("kl", 0.1))
-    with pytest.raises(ValueError, match="a pass with a cache makes every loop of every sequence"):
-        model(tokens_of(), model.new_cache())
-    with pytest.raises(ValueError, match="shared_loops=0 must be at least 1"):
-        model.new_cache(0)
-    set_options(model, depth=own_depth(model.config, 0))
-    with pytest.raises(ValueError, match="num_loops=0 must be at least 1"):
-        model(tokens_of())

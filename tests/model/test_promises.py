@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from family import NAMES, VOCABULARY, make_uneven, some_tokens, tiny_config, tiny_model
+from family import (
+    LEAVING,
+    NAMES,
+    PROGRAMS,
+    VOCABULARY,
+    make_uneven,
+    own_depths,
+    program,
+    set_options,
+    some_tokens,
+    tiny_config,
+    tiny_model,
+)
 from row_order import reordered_pass
 from torch import Tensor
 
@@ -96,19 +108,23 @@ def measure(model: Transformer) -> Leaks:
 
 
 def config_of(name: str) -> ModelConfig:
-    return tiny_config(*OTHERS.get(name, (name, {})))
+    return tiny_config(*(OTHERS | PROGRAMS).get(name, (name, {})))
 
 
 def states(name: str, *, common: float) -> Iterator[Transformer]:
-    """In training and evaluation, and on either side of a transition: a promise holds for the whole
-    run.
+    """In training and evaluation, on either side of a transition, and where every sequence makes its
+    own number of loops: a promise holds for the whole run.
     """
     recipe, changes = OTHERS.get(name, (name, {}))
-    model = make_uneven(tiny_model(recipe, changes, dtype=torch.float64), common=common)
+    model = tiny_model(recipe, changes, dtype=torch.float64) if recipe in NAMES else program(name)
+    make_uneven(model, common=common)
     for step in sorted({0, getattr(router_of(model.config), "switch_step", 0)}):
         model.before_step(step)
         yield model.train()
         yield model.eval()
+    if name in LEAVING:
+        set_options(model, depth=own_depths(model, *(1, 3, 4, 2) * (SEQUENCES // 4)))
+        yield model.train()
 
 
 def largest(name: str) -> tuple[float, float, float]:
@@ -178,7 +194,7 @@ def test_promises_of_evaluation_alone_are_kept_there(name: str) -> None:
 
 @pytest.mark.quick(5)
 @pytest.mark.sample(20)
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS, *PROGRAMS])
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
     promises = config_of(name).promises
     past, own_past, others = largest(name)

@@ -43,7 +43,6 @@ from moebius.model.transformer import Transformer
 
 CPU = torch.device("cpu")
 ran: Counter[str] = Counter()  # which of the kernels below ran, and how often
-FORMS = [(torch.float32, 1e-5), (torch.float64, 1e-12)]
 LAYOUTS = {
     "one token each": [[0, 1, 2, 3], [4, 5, 6, 7]],
     "whole rows": [[3, 3, 3, 3], [3, 3, 3, 3]],  # equal ids in two rows are two documents
@@ -55,22 +54,12 @@ LAYOUTS = {
 def drawn_layout(seed: int) -> list[list[int]]:
     """One to four rows of one to 17 tokens in documents of any length, often padded at the end."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(most: int) -> int:
-        return 1 + int(torch.randint(most, (), generator=generator))
-
-    num_rows, length = draw(4), draw(17)
-    rows = []
-    for _ in range(num_rows):
-        row: list[int] = []
-        while len(row) < length:
-            row += [len(row)] * draw(length)
-        kept = draw(length) if draw(2) == 1 else length
-        rows.append(row[:kept] + [-1] * (length - kept))
-    return rows
+    size = [1 + int(torch.randint(most, (), generator=generator)) for most in (4, 17)]
+    ids = torch.randint(8, size, generator=generator).sort(1).values
+    return ids.where(ids < 7, -1).tolist()
 
 
-ALL_LAYOUTS = LAYOUTS | {f"drawn {seed}": drawn_layout(seed) for seed in range(40)}
+ALL_LAYOUTS = LAYOUTS | {f"drawn {seed}": drawn_layout(seed) for seed in range(20)}
 
 
 # Torch's operators on CPUs --------------------------------------------------------------------------------------------
@@ -197,15 +186,12 @@ def marked(ids: list[list[int]] | Tensor, *, balance: bool = False) -> Documents
 
 @pytest.mark.quick(150)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-@pytest.mark.parametrize(("dtype", "tolerance"), FORMS)
 @pytest.mark.parametrize(
     ("channels", "of_value", "kv_heads", "window"),
     [(6, 6, 4, None), (8, 8, 4, None), (6, 6, 2, 3), (8, 5, 1, 1), (5, 9, 4, 50)],
 )
 def test_values_and_gradients_are_those_of_the_mask(
     layout: str,
-    dtype: torch.dtype,
-    tolerance: float,
     channels: int,
     of_value: int,
     kv_heads: int,
@@ -217,7 +203,7 @@ def test_values_and_gradients_are_those_of_the_mask(
     generator = torch.Generator().manual_seed(1)
     sizes = [(4, channels), (kv_heads, channels), (kv_heads, of_value), (4, of_value)]
     given = [
-        torch.randn(len(ids), heads, ids.shape[1], width, generator=generator, dtype=dtype)
+        torch.randn(len(ids), heads, ids.shape[1], width, generator=generator, dtype=torch.float64)
         for heads, width in sizes
     ]
     documents = marked(ids)
@@ -227,8 +213,7 @@ def test_values_and_gradients_are_those_of_the_mask(
         y_BHSC = attend_visible(q_BHSC, k_BHSC, v_BHSC, each, window=window)
         results.append([y_BHSC, *torch.autograd.grad(y_BHSC, (q_BHSC, k_BHSC, v_BHSC), given[3])])
     assert ran == {"forward": 1, "backward": 1}
-    for mine, other in zip(*results, strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -459,17 +444,12 @@ def test_compiled_parts_take_any_layout_in_few_graphs(name: str, kernel: Kernel)
         lengths = torch.randint(1, 6, (9,), generator=torch.Generator().manual_seed(seed))
         row = torch.arange(9).repeat_interleave(lengths)[:9]
         documents = marked(torch.stack([row, row.clamp_max(1)]))
-        rows = some_tokens(2, 9, seed=seed)
-        expected, found = (model(rows, documents=documents) for model in (eager, compiled))
-        assert ran["forward"] == 2 * (seed + 1) * len(compiled.config.schedule)
-        torch.testing.assert_close(found.logits_BSV, expected.logits_BSV, rtol=1e-4, atol=1e-6)
-        for model, output in ((eager, expected), (compiled, found)):
+        rows, results = some_tokens(2, 10, seed=seed), []
+        for model in (eager, compiled):
             model.zero_grad()
-            output.logits_BSV.square().mean().backward()
-        for mine, other in zip(compiled.parameters(), eager.parameters(), strict=True):
-            assert (mine.grad is None) == (other.grad is None)
-            if mine.grad is not None:
-                torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+            results.append(gradients_of(model, torch.float32, rows, documents=documents))
+        assert ran["forward"] == 2 * (seed + 1) * len(compiled.config.schedule)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[2]
     assert not counters["graph_break"]
@@ -509,16 +489,3 @@ def test_memory_is_linear_in_the_length_of_a_row(kernel: Kernel) -> None:
     assert long < 4096 * 4096
     kernel.exists = False
     assert largest(1024) >= 2 * 1024 * 1024
-
-
-@pytest.mark.parametrize("name", ["sut", "sut_no_act"])
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_halting_keeps_the_mask(name: str, mode: Any, kernel: Kernel) -> None:
-    """Of MoMHA, whose scores have a term of the distance."""
-
-    def make() -> Transformer:
-        model = make_uneven(tiny_model(name, dtype=torch.float64))
-        set_options(model, recompute=mode)
-        return model
-
-    assert with_and_without(make, kernel) == (0, 0)

@@ -155,21 +155,6 @@ def test_groups_of_another_size_in_evaluation_only() -> None:
     assert (config.group_sequences, config.evaluation_group_sequences) == (4, 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "batch", "message"),
-    [
-        ({}, 6, r"6 sequences are not whole groups of 4: .*with a group context of 3"),
-        ({"axis": "sequence"}, 6, r"groups of 4: 3 positions of a sequence are not whole"),
-    ],
-)
-def test_rows_that_are_no_whole_groups_are_refused(
-    options: dict[str, Any], batch: int, message: str
-) -> None:
-    layer, x_BSD = make_layer(MOT | options), rows(batch, 3)
-    with pytest.raises(ValueError, match=message):
-        layer(x_BSD, x_BSD)
-
-
 PUBLISHED_TOTALS = {
     "gpt_medium": "76.8 M",
     "mot_medium_8e": "135.5 M",
@@ -259,8 +244,17 @@ def test_stretches_must_divide_the_sequence(name: str) -> None:
     TokenMixingConfig.model_validate(options).check_length(12)
 
 
-def test_a_mixture_has_no_routes_of_rows() -> None:
-    layer = make_layer(MOT)
-    routing = layer.router(rows(4, 3).flatten(0, 1), batch_size=4)
-    with pytest.raises(TypeError, match=r"no routes for its rows; `slot_routes` lists those"):
-        _ = routing.routes
+@pytest.mark.parametrize(
+    ("options", "batch", "error", "message"),
+    [
+        ({}, 6, ValueError, r"6 sequences are not whole groups of 4: .*with a group context of 3"),
+        ({"axis": "sequence"}, 6, ValueError, r"of 4: 3 positions of a sequence are not whole"),
+        ({}, 4, TypeError, r"no routes for its rows; `slot_routes` lists those"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(
+    options: dict[str, Any], batch: int, error: type[Exception], message: str
+) -> None:
+    router = make_layer(MOT | options).router
+    with pytest.raises(error, match=message):
+        _ = router(rows(batch, 3).flatten(0, 1), batch_size=batch).routes

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from family import some_tokens as tokens_of_family
 from parts import layers
-from pydantic import ValidationError
 from torch import Tensor
 
 from moebius.model.balance import RunningSum
@@ -68,7 +67,7 @@ some_tokens = partial(tokens_of_family, seed=3, vocabulary=31)
 
 
 class Oracle:
-    """The formulas, one token at a time. Legend: b sequence, i query, j key, s slot, h head, e
+    """The formulas, one token at a time. Legend: b sequence, i query, j key, s choice, h head, e
     expert.
     """
 
@@ -228,16 +227,12 @@ def test_the_model_equals_the_loop_in_values_and_in_every_gradient(
         assert len(set(served_L.tolist())) > 2  # tokens halt at different steps, and some never
         assert served_L[-1] > 0
         assert output.auxiliary["depth"].mean() == pytest.approx(depth.item())
-    parameters = dict(model.named_parameters())
-    leaves = list(parameters.values())
+    leaves = list(model.parameters())
     ours = torch.autograd.grad(
         output.logits_BSV.square().sum() + output.regularisation_B.mean(), leaves
     )
     expected = torch.autograd.grad(logits.square().sum() + regularisation, leaves)
-    for name, our, their in zip(parameters, ours, expected, strict=True):
-        torch.testing.assert_close(
-            our, their, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_halved_sticks_cost_exactly_4_03125_over_6_steps_and_0_96875_at_the_last() -> None:
@@ -354,26 +349,3 @@ def test_parameters_start_as_published() -> None:
         drawn = torch.stack([draw(name, parameters[name], seed) for seed in range(30)])
         assert bound * 0.95 <= drawn.abs().max() <= bound * (1 + 1e-6), name
         assert drawn.std() == pytest.approx(bound / math.sqrt(3), rel=0.1), name
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention.positions.kind": "rotary"}, "'momha' has no key 'positions'"),
-        ({"norm": "peri"}, 'norm="post"'),
-        ({"attention.sampled": 3}, "sampled=3 is more than top_k=2"),
-        ({"feed_forward.router": {"kind": "sut", "top_k": 6}}, "router.top_k=6"),
-        ({"feed_forward.router": {"kind": "sut", "sampled": 3}}, "router.sampled=3"),
-        ({"feed_forward.router": {"kind": "sut", "balance": 0.1}}, "balance"),
-        ({"halting": {}, "norm": "pre"}, "norm"),
-        ({"halting": {}, "feed_forward.router": {"kind": "sigmoid"}}, 'router.kind="sut"'),
-        ({"halting": {}, "feed_forward.kind": "dense"}, 'router.kind="sut"'),
-        (
-            {"halting": {}, "feed_forward.num_shared_experts": 2},
-            "halting with num_shared_experts=2: shared experts would keep serving",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_reason(changes: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        config(changes)
