@@ -81,15 +81,6 @@ def test_overrides_are_single_values_in_either_form() -> None:
     assert (config.mesh.dp_replicate, config.optim.learning_rate) == (None, 1e-5)
 
 
-def test_a_recipe_that_cannot_be_made() -> None:
-    with pytest.raises(ConfigError, match="did you mean smoke"):
-        moebius.recipe("smokee")
-    with pytest.raises(ConfigError, match=r"train\.step: unknown key; did you mean train\.steps"):
-        moebius.recipe("smoke", train__step=3)
-    with pytest.raises(ConfigError, match=r"train\.steps: <object .* is not a config"):
-        moebius.recipe("smoke", train__steps=object())
-
-
 def test_a_built_model_is_the_one_that_training_starts_from() -> None:
     config = moebius.recipe("smoke", **TINY)
     built = moebius.build(config)
@@ -225,14 +216,6 @@ def test_a_copy_of_a_configuration_is_checked(
         update = {section: getattr(config, section).model_copy(update=update)}
     with pytest.raises(ConfigError, match=message):
         config.model_copy(update=update)
-
-
-def test_the_history_of_no_run_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    with pytest.raises(JobError, match="there is no such folder"):
-        moebius.history(tmp_path / "nothere")
-    with pytest.raises(JobError, match="no job was started in this folder"):
-        moebius.history(tmp_path)
 
 
 def test_a_history_is_a_table(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

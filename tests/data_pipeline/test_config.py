@@ -5,7 +5,6 @@ settings that determine the bytes.
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -68,58 +67,9 @@ def test_input_is_short_for_one_source() -> None:
     assert PrepareConfig.model_validate(two.model_dump()) == two
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"tokenizer": "bpee"}, "'bpee'"),
-        ({"end_of_document": "</s>"}, "'</s>' is only for existing tokenizers"),
-        ({"tokenizer": "bytes", "end_of_document": "x"}, "'bytes' has its own"),
-        ({"tokenizer": "bytes", "vocab_size": 512}, r"257 ids.*vocab_size=512"),
-        (_two_sources(input=["a.txt"]), r"input=\['a.txt'\] and 2 sources"),
-        ({"input": []}, r"input=\[\] and 0 sources"),
-        ({"input": [""]}, r"input.0\n  String should have at least 1 character"),
-        (_two_sources(validation_input=["v"]), r"validation_input=\['v'\] beside sources"),
-        (_two_sources(id_field="id"), "id_field beside sources"),
-        ({"sources": [_source("a"), _source("a")]}, "several sources are named 'a'"),
-        ({"sources": [_source("A b")]}, "sources.0.name"),
-        ({"sources": [_source("../x")]}, "sources.0.name"),
-        ({"sources": [_source(input=[])]}, "sources.0.input"),
-        ({"sources": [_source(prompt_field="q")]}, "prompt_field='q' and answer_field=''"),
-        ({"tokeniser": "bpe"}, "tokeniser"),
-    ],
-)
-def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        PrepareConfig.model_validate(values)
-
-
 def test_an_embedding_needs_as_many_ids_as_the_tokenizer_may_have() -> None:
     assert PrepareConfig().num_token_ids == 8000
     assert PrepareConfig(tokenizer="bytes").num_token_ids == 257
-
-
-def _stages(*starts: int, **weights: Any) -> dict[str, Any]:
-    return {"stages": [{"at_tokens": start, "weights": weights} for start in starts]}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"weights": {"web": 0}}, "weights.web"),
-        ({"weights": {"web": "inf"}}, "weights.web"),
-        ({"weights": {"../x": 1}}, "weights"),
-        ({"max_epochs": {"web": -1}}, "max_epochs.web"),
-        (_stages(5, 5, web=1), r"stages begin at \[5, 5\] tokens"),
-        (_stages(5, web=0, code=-1), r"weights \{'web': 0.0, 'code': -1.0\}"),
-        (_stages(5, web="nan"), "stages.0"),
-        ({"targets": "paired", "seq_len": 33}, "set data.seq_len=34"),
-        ({"sequence_length": 3}, "sequence_length"),
-        ({"when_corrupt": "skip"}, r"when_corrupt=skip is gone.*data.replicas"),
-    ],
-)
-def test_impossible_ways_of_reading_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        DataConfig.model_validate(values)
 
 
 @pytest.mark.parametrize("old", ["fail", "refetch"])

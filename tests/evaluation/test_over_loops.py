@@ -81,13 +81,6 @@ def test_a_cache_that_loops_share_writes_another_text(bytes_run, moebius):
     assert written[0] != written[1]
 
 
-@pytest.mark.parametrize("loops", ["0", "two", "1,,2", "-1"])
-def test_loops_that_are_no_numbers_are_refused(loops, capsys):
-    with pytest.raises(SystemExit):
-        main(["eval", "runs/none", f"--loops={loops}"])
-    assert "give whole numbers from 1 on, as in 1,2,4,8" in capsys.readouterr().err
-
-
 def test_a_model_that_shares_no_layers_has_no_other_number_of_loops(bytes_run, tmp_path, capsys):
     config = Config.load(bytes_run / "config.json")
     model = config.model.changed({"layers_per_group": config.model.num_layers})

@@ -5,14 +5,10 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from moebius.model.config.loops_config import DepthConfig
 from moebius.model.loops.depth import depths_of_step, loops_of
-from moebius.train.config.errors import ConfigError
-from moebius.train.config.resolve import resolve
 from moebius.train.recipes.family import FAMILY
-from moebius.train.recipes.smoke import RECIPES
 
 STEPS = 20_000
 
@@ -73,56 +69,3 @@ def test_the_sequences_of_a_step_have_the_same_depths_on_any_number_of_ranks():
     every = [depth for each in alone for depth in each.of_sequence or ()]
     shares = [sum(depth >= loop for depth in every) / 16 for loop in range(1, max(every) + 1)]
     assert all(list(each.shares) == shares for each in (*alone, *both))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "uniform"}, r"values=\[\] with kind=\"uniform\": it takes two, the least"),
-        ({"kind": "uniform", "values": (5, 2)}, "two, the least and the most"),
-        ({"kind": "list"}, "at least one"),
-        ({"kind": "poisson", "values": (3,)}, r"values=\[3\] with kind=\"poisson\": it takes none"),
-        ({"kind": "growing", "values": (1,), "per": "sequence"}, "nothing is drawn"),
-        ({"kind": "list", "values": (0, 4)}, "greater than 0"),
-    ],
-)
-def test_a_depth_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValidationError, match=message):
-        DepthConfig(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (['train.losses={"json:dumps"=0.1}'], "train.losses with model.loops.depth.per"),
-        (
-            ["train.balance_documents=true", "data.document_attention=true"],
-            "train.balance_documents with model.loops.depth.per",
-        ),
-        (["model.loops.residual_scale=1.0"], "the scale follows R, of which every sequence has"),
-        (
-            ["model.feed_forward.router.capacity_factor=1.0"],
-            "needs a router that treats every sequence by itself",
-        ),
-    ],
-)
-def test_what_reads_other_sequences_is_refused_beside_depths_of_their_own(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve("parcae_moe", changes, recipes=RECIPES)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["kind=list", "values=[1, 9]"], r"values=\[1, 9\] never reaches the R=4 loops"),
-        (["kind=uniform", "values=[5, 9]"], r"values=\[5, 9\] never reaches the R=4 loops"),
-        (["kind=growing", "values=[1, 2, 8]"], "never reaches the R=4 loops"),
-        (
-            ["kind=growing", "values=[1, 2, 4]", "stage_steps=200"],
-            "reaches the R=4 loops of evaluation at step 400, and train.steps=400",
-        ),
-    ],
-)
-def test_a_schedule_that_never_reaches_the_loops_of_evaluation_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve("huginn_moe", [f"model.loops.depth.{each}" for each in changes], recipes=RECIPES)

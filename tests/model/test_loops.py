@@ -462,57 +462,6 @@ def test_memory_grows_with_the_loops_that_have_a_gradient_and_with_no_others():
         assert bytes_of[16, kept] == pytest.approx(bytes_of[4, kept], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_layers": 9}, r"num_layers=9 is not loops.prelude \+ loops.coda \+ R·2 = 2 \+ R·2"),
-        ({"num_layers": 2}, r"num_layers=2 is not .* R ≥ 1.*choose num_layers=4 or 6"),
-        ({"loops.prelude": 3}, r"leave no core of layers_per_group=4: .* at least 5"),
-        ({"loops.depth.gradient_loops": 0}, "greater than 0"),
-        ({"loops.inject": "none"}, r'start="drawn" with inject="none": the core would never read'),
-        (
-            {"loops.inject": "none", "loops.start": "embedding"},
-            r'gradient_loops=2 with inject="none"',
-        ),
-        ({"loops.coda": 0, "num_layers": 10}, r'final_norm="around_coda" with coda=0'),
-        ({"order": "aabb"}, r'order="aabb" repeats each layer by itself'),
-        ({"loops.read_out": (1,)}, "read_out or exit_entropy with depth.gradient_loops=2"),
-        (
-            {"loops.read_out": (5,), "loops.depth": {}},
-            r"read_out=\[5\] names a loop that a pass of R=4",
-        ),
-        (
-            {"loops.read_out": (1,), "loops.depth.gradient_loops": None, "loops.exit_entropy": 0.1},
-            r"exit_entropy=0.1 with read_out=\[1\]",
-        ),
-        (
-            {
-                "loops.exit_entropy": 0.1,
-                "loops.depth.gradient_loops": None,
-                "loops.depth.per": "sequence",
-            },
-            "a loop that only some sequences make has no loss of its own",
-        ),
-        ({"feed_forward.sparse_layers": (1, 4)}, r"sparse_layers=\[1, 4\] names layer 4"),
-    ],
-)
-def test_a_program_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_model("huginn_moe", changes)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "message"),
-    [
-        ("moeut_aabb", {"loops.depth.per": "sequence"}, r'order="aabb" repeats each layer'),
-        ("sut", {"loops.depth.per": "sequence"}, "halting with model.loops"),
-    ],
-)
-def test_a_depth_that_would_be_passed_over_is_refused(recipe, changes, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_model(recipe, {"loops.depth.kind": "poisson", **changes})
-
-
 class Masked(Loops):
     """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
 

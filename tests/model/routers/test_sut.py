@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from family import some_tokens as tokens_of_family
 from parts import layers
-from pydantic import ValidationError
 from torch import Tensor
 
 from moebius.model.balance import RunningSum
@@ -354,26 +353,3 @@ def test_parameters_start_as_published() -> None:
         drawn = torch.stack([draw(name, parameters[name], seed) for seed in range(30)])
         assert bound * 0.95 <= drawn.abs().max() <= bound * (1 + 1e-6), name
         assert drawn.std() == pytest.approx(bound / math.sqrt(3), rel=0.1), name
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention.positions.kind": "rotary"}, "'momha' has no key 'positions'"),
-        ({"norm": "peri"}, 'norm="post"'),
-        ({"attention.sampled": 3}, "sampled=3 is more than top_k=2"),
-        ({"feed_forward.router": {"kind": "sut", "top_k": 6}}, "router.top_k=6"),
-        ({"feed_forward.router": {"kind": "sut", "sampled": 3}}, "router.sampled=3"),
-        ({"feed_forward.router": {"kind": "sut", "balance": 0.1}}, "balance"),
-        ({"halting": {}, "norm": "pre"}, "norm"),
-        ({"halting": {}, "feed_forward.router": {"kind": "sigmoid"}}, 'router.kind="sut"'),
-        ({"halting": {}, "feed_forward.kind": "dense"}, 'router.kind="sut"'),
-        (
-            {"halting": {}, "feed_forward.num_shared_experts": 2},
-            "halting with num_shared_experts=2: shared experts would keep serving",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_reason(changes: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        config(changes)
