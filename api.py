@@ -47,7 +47,6 @@ from .export.start import Start as Start
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
-from .plugins import checked, run_and_step
 from .train.config.resolve import as_overrides, resolve
 from .train.config.run_config import Config
 from .train.config.run_config import ConfigError as ConfigError
@@ -55,6 +54,7 @@ from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
 from .train.record.run_folder import count_epochs, place_data, stored_config
+from .words import checked, run_and_step
 
 Given = Config | str | PathLike[str]  # a configuration, or its recipe's name
 

@@ -18,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from ..plugins import is_own, some_of
+from ..plugins import is_own
+from ..words import some_of
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
 
 if TYPE_CHECKING:

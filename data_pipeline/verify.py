@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..plugins import run_and_step
+from ..words import run_and_step
 from .errors import ShardError
 from .files import read_regular
 from .manifest import (

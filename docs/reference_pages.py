@@ -44,6 +44,7 @@ PARTS = (
         "__init__.py",
         "api.py",
         "plugins.py",
+        "words.py",
         "cli",
         "cluster",
         "data_pipeline",

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..distributed.checkpoint.format import find_checkpoint
 from ..model.cost import forward_flops
-from ..plugins import run_and_step
+from ..words import run_and_step
 from .perplexity import measure
 from .restore import config_of
 from .zero_shot import ZeroShotReport

@@ -20,10 +20,11 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..plugins import distrust, run_and_step
+from ..plugins import distrust
 from ..train.config.run_config import Config, ConfigError
 from ..train.config.validation import validated
 from ..train.state import model_tensors
+from ..words import run_and_step
 
 
 @dataclass(frozen=True)

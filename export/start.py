@@ -27,13 +27,14 @@ from ..distributed.checkpoint.pieces import pieces_to_json
 from ..distributed.checkpoint.source import Source, refuse_gaps
 from ..evaluation.restore import checkpoint_config
 from ..model.config.model_config import ModelConfig
-from ..plugins import run_and_step, runs_near, some_of, trust
+from ..plugins import trust
 from ..train.config.resolve import StartSections, base_values, resolve
 from ..train.config.run_config import Config, ConfigError
 from ..train.recipes.hub import continuation, settings_words
 from ..train.recipes.smoke import RECIPES
 from ..train.record.run_folder import check_branch, count_epochs
 from ..train.record.untrusted import read_text
+from ..words import run_and_step, runs_near, some_of
 from .families.table import open_family, shapes_of
 
 _HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")

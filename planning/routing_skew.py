@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..distributed.layout import expert_blocks
-from ..plugins import run_and_step
+from ..words import run_and_step
 from .workload import Bank
 
 MEDIAN, FULL = 0.5, 0.99  # quantiles of the load: for time, and for memory

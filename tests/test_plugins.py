@@ -24,7 +24,7 @@ from moebius.distributed.checkpoint.format import find_checkpoint, read_meta
 from moebius.distributed.process.agreement import AgreementError
 from moebius.evaluation.zero_shot import chosen_tasks
 from moebius.export.hf.model_folder import check_promises
-from moebius.plugins import FOLDER, PluginError, run_and_step
+from moebius.plugins import FOLDER, PluginError
 from moebius.train import __main__ as program
 from moebius.train import optim
 from moebius.train.config.errors import EXIT_MISTAKE
@@ -32,6 +32,7 @@ from moebius.train.config.reference import commented
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.loop import train
 from moebius.train.metrics.spikes import StepJudge
+from moebius.words import run_and_step
 
 PARTS = """
 import torch

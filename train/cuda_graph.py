@@ -31,7 +31,8 @@ from ..model.loops.steps import PassOptions
 from ..model.routers.router import Router
 from ..model.routers.table import ROUTERS
 from ..model.transformer import Transformer
-from ..plugins import is_own, some_of
+from ..plugins import is_own
+from ..words import some_of
 from .config.run_config import Config, ConfigError
 from .loss import MicroBatchLoss
 from .micro_batches import MicroBatch

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..model.execution.roles import Role, roles_of
-from ..plugins import PluginError, Registry, is_own, some_of
+from ..plugins import PluginError, Registry, is_own
+from ..words import some_of
 from .config.schedule import ScheduleConfig
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ...distributed.checkpoint.format import (
     read_meta,
     step_name,
 )
-from ...plugins import run_and_step, some_of
+from ...words import run_and_step, some_of
 
 
 def list_table(path: Path) -> Table:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import LOCAL, by_collectives
-from ...plugins import run_and_step
+from ...words import run_and_step
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 from ..console import console, print_message
 

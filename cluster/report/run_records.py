@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...plugins import checked, nearest, run_and_step
+from ...words import checked, nearest, run_and_step
 from ..job import CONFIG, JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from ..stop import request_stop
 from ..stop import stop as _stop

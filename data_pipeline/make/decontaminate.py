@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from ...plugins import some_of
+from ...words import some_of
 from ..errors import InputError, ShardError
 from ..prepare_config import DecontaminateConfig
 from ..sources.lines import json_records

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...plugins import some_of
+from ...words import some_of
 from ..errors import DataError, InputError, PrepareError, ShardError
 from ..manifest import (
     UNFINISHED,

@@ -13,7 +13,8 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any, Literal
 
-from ...plugins import PYTHON, some_of
+from ...plugins import PYTHON
+from ...words import some_of
 from ..atomic import atomic_write, explained_write_errors, read_record, write_record
 from ..errors import InputError, PrepareError
 from ..files import TEMPORARY, lock_file

@@ -8,7 +8,7 @@ documents may be held out regardless of its hash.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...plugins import some_of
+from ...words import some_of
 from ..atomic import atomic_write
 from ..errors import InputError
 from ..prepare_config import PrepareConfig

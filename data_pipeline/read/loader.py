@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ...plugins import some_of
+from ...words import some_of
 from ..data_config import DataConfig
 from ..errors import DataError
 from .corruption import BatchFetcher, open_fetcher

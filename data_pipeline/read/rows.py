@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...plugins import some_of
+from ...words import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, NothingToReadError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...plugins import PYTHON, some_of
+from ...plugins import PYTHON
+from ...words import some_of
 from ..errors import InputError
 from ..prepare_config import PrepareConfig, SourceConfig
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges

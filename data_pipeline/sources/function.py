@@ -21,7 +21,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...plugins import PYTHON, named_function, some_of
+from ...plugins import PYTHON, named_function
+from ...words import some_of
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...plugins import some_of
+from ...words import some_of
 from ..errors import InputError
 from ..prepare_config import DEFAULT_SOURCE, MAX_LABEL_BYTES, SourceConfig
 from .documents import Document

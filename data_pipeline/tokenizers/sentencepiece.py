@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...plugins import some_of
+from ...words import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
 from .interface import CONFIG_FILE, MODEL_FILE, Tokenizer

@@ -31,7 +31,8 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import checked, distrust, runs_near, some_of
+from ...plugins import distrust
+from ...words import checked, runs_near, some_of
 from ..optim import OPTIMIZER, OptimConfig
 from .errors import ConfigError
 from .job_config import JobConfig

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ...model.config.sections import plain_message
-from ...plugins import nearest, some_of
+from ...words import nearest, some_of
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .keys import Key, keys_of, known_keys

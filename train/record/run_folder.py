@@ -35,7 +35,8 @@ from ...distributed.checkpoint.source import (
     read_source,
 )
 from ...distributed.checkpoint.source import Source as Source
-from ...plugins import distrust, is_published, runs_near, some_of
+from ...plugins import distrust
+from ...words import is_published, runs_near, some_of
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated
