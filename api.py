@@ -33,6 +33,7 @@ from .cluster.local import train_here
 from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
+from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
@@ -47,6 +48,7 @@ from .export.start import Start as Start
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
+from .train.config.arguments import checked
 from .train.config.resolve import as_overrides, resolve
 from .train.config.run_config import Config
 from .train.config.run_config import ConfigError as ConfigError
@@ -54,7 +56,6 @@ from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
 from .train.record.run_folder import count_epochs, place_data, stored_config
-from .words import checked, run_and_step
 
 Given = Config | str | PathLike[str]  # a configuration, or its recipe's name
 

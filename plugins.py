@@ -12,9 +12,10 @@ reader calls `distrust`: a name in it must then lead to a module of the user's, 
 installed and lies neither in that file's folder nor in a package around it, or the user must have typed
 it, too (`trust`, PARTS).
 
-This module is below all packages and imports none of them, only words.py.
+This module is below all packages and imports none of them.
 """
 
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -22,7 +23,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -30,8 +31,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
-
-from .words import nearest
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
@@ -67,6 +66,12 @@ def is_subclass(found: Any, base: type) -> bool:
 def is_function(found: Any) -> bool:
     """Returns whether something can be called and is no class, whose result would be an object."""
     return callable(found) and not isinstance(found, type)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the known word closest to `word`; "" if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 @dataclass(frozen=True, eq=False)

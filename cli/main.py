@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..plugins import nearest
+from ..train.config.arguments import bad_path
 from ..train.record.process_log import print_in_any_encoding
 from ..train.record.untrusted import escaped
-from ..words import bad_path, nearest
 from .console import print_message
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status

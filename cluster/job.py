@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.files import append_line, write_atomically
+from ..data_pipeline.words import is_published, is_run, runs_near
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
-from ..words import is_published, is_run, runs_near
 from . import liveness
 from .liveness import LivenessWatch, beat, silence_s
 from .report.json_lines import JsonLinesTail

@@ -21,9 +21,9 @@ from rich.text import Text
 
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
+from ..data_pipeline.words import is_run
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, place_data, read_source
-from ..words import is_run
 from . import local
 from .job import (
     JOURNAL,

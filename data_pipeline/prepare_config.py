@@ -19,8 +19,8 @@ from pydantic import (
 )
 
 from ..plugins import is_own
-from ..words import some_of
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
+from .words import some_of
 
 if TYPE_CHECKING:
     from .manifest import Header

@@ -44,7 +44,6 @@ PARTS = (
         "__init__.py",
         "api.py",
         "plugins.py",
-        "words.py",
         "cli",
         "cluster",
         "data_pipeline",

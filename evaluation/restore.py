@@ -11,6 +11,7 @@ from ..data_pipeline.tokenizers.chat_template import ChatTemplate
 from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
 from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
+from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import CheckpointError, find_checkpoint, read_meta
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
@@ -24,7 +25,6 @@ from ..plugins import distrust
 from ..train.config.run_config import Config, ConfigError
 from ..train.config.validation import validated
 from ..train.state import model_tensors
-from ..words import run_and_step
 
 
 @dataclass(frozen=True)

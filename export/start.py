@@ -22,6 +22,7 @@ from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared, read_manifest
 from ..data_pipeline.tokenizers.hub import open_tokenizer
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ..data_pipeline.words import run_and_step, runs_near, some_of
 from ..distributed.checkpoint.format import find_checkpoint, open_checkpoint
 from ..distributed.checkpoint.pieces import pieces_to_json
 from ..distributed.checkpoint.source import Source, refuse_gaps
@@ -34,7 +35,6 @@ from ..train.recipes.hub import continuation, settings_words
 from ..train.recipes.smoke import RECIPES
 from ..train.record.run_folder import check_branch, count_epochs
 from ..train.record.untrusted import read_text
-from ..words import run_and_step, runs_near, some_of
 from .families.table import open_family, shapes_of
 
 _HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")

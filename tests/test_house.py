@@ -32,7 +32,7 @@ ROOMS = {
     *("cli", "cluster", "planning", "export", "evaluation", "train"),
     *("distributed", "model", "kernels", "data_pipeline"),
 }
-ROOT_MODULES = {"__init__", "api", "plugins", "words"}
+ROOT_MODULES = {"__init__", "api", "plugins"}
 # Distributions of their own in this repository. The core imports none of them, and is complete without.
 SATELLITES = {"conform", "science", "dashboard"}  # in satellites/
 BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci", "satellites"}
@@ -155,12 +155,19 @@ def said_of_breaches(tmp_path_factory: pytest.TempPathFactory) -> str:
     modules = (
         *("cli/main", "cluster/job", "planning/a", "export/a", "evaluation/text", "train/run"),
         *("distributed/mesh", "distributed/process/store", "model/moe", "kernels/ops"),
-        *("data_pipeline/read", "data_pipeline/files", "api", "plugins", "words", "benchmarks/a"),
+        *(
+            "data_pipeline/read",
+            "data_pipeline/files",
+            "data_pipeline/words",
+            "api",
+            "plugins",
+            "benchmarks/a",
+        ),
     )
     tree = dict.fromkeys((f"{module}.py" for module in modules), "")
     tree |= {path: text for path, (text, _) in BREACHES.items()}
     tree["cluster/b.py"] = "from ..distributed.process import store\n"  # these two are allowed
-    tree["distributed/b.py"] = "from ..data_pipeline import files\n"
+    tree["distributed/b.py"] = "from ..data_pipeline import files, words\n"
     for path, text in tree.items():
         file = folder / PACKAGE / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +191,7 @@ def test_every_contract_is_seen_to_fail(said_of_breaches: str) -> None:
 
 # Graphs ---------------------------------------------------------------------------------------------
 
-PULLED_IN = {"moebius.train.loop": 144}  # modules, wherever the import stands
+PULLED_IN = {"moebius.train.loop": 146}  # modules, wherever the import stands
 
 
 def circle_in(graph: grimp.ImportGraph) -> str | None:

@@ -20,6 +20,7 @@ from trained import by_step, column, different, newest_state, run_training
 from world import run_ranks
 
 import moebius
+from moebius.data_pipeline.words import run_and_step
 from moebius.distributed.checkpoint.format import find_checkpoint, read_meta
 from moebius.distributed.process.agreement import AgreementError
 from moebius.evaluation.zero_shot import chosen_tasks
@@ -32,7 +33,6 @@ from moebius.train.config.reference import commented
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.loop import train
 from moebius.train.metrics.spikes import StepJudge
-from moebius.words import run_and_step
 
 PARTS = """
 import torch

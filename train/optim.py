@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..data_pipeline.words import some_of
 from ..model.execution.roles import Role, roles_of
 from ..plugins import PluginError, Registry, is_own
-from ..words import some_of
 from .config.schedule import ScheduleConfig
 
 if TYPE_CHECKING:

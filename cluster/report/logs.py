@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...data_pipeline.files import open_regular
+from ...data_pipeline.words import runs_near, some_of
 from ...train.record.redaction import redact, secret_values
 from ...train.record.untrusted import escaped
-from ...words import runs_near, some_of
 from ..job import read_status
 from .json_lines import MAX_LINE
 

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from ...data_pipeline.files import read_regular
+from ...data_pipeline.words import some_of
 from ...plugins import distrust
-from ...words import some_of
 from .format import (
     CheckpointError,
     Chunk,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from ...words import nearest
+from ...plugins import nearest
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ...data_pipeline.words import some_of
 from ...model.config.sections import plain_message
-from ...words import nearest, some_of
+from ...plugins import nearest
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .keys import Key, keys_of, known_keys
