@@ -83,14 +83,3 @@ def test_the_command_tells_it(bytes_run, moebius):
     assert answer.code == 0
     assert "bits per byte, over " in answer.text
     assert "windows of 64 that move by 64" in answer.text
-
-
-@pytest.mark.parametrize("other", [("--tasks", "paper"), ("--score", "a"), ("--prompt", "a")])
-def test_two_things_at_once_are_refused(bytes_run, other, capfd):
-    with pytest.raises(SystemExit) as end:
-        main(["eval", str(bytes_run), "--stride", "32", *other])
-    assert end.value.code == 2
-    told = capfd.readouterr().err
-    assert f"{other[0]}" in told
-    assert "--stride" in told
-    assert "cannot be combined: choose one" in told

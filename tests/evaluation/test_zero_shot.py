@@ -142,10 +142,7 @@ def test_tasks_over_loops_are_those_of_every_number(bytes_run: Path, evaluate: C
         ("--tasks piqa --context 5 --data DATA", "context of 5 tokens: piqa 1 of 1 items"),
         ("--tasks piqa --context 5 --too-long skip --data DATA", "'piqa': no items are left"),
         ("--tasks , --data DATA", "has no task files"),
-        ("--tasks paper", "--tasks needs --data"),
         ("--tasks paper --data DATA/none", "is not a folder"),
-        ("--limit 3", "needs --tasks"),
-        ("--too-long skip", "--too-long needs --tasks"),
     ],
 )
 def test_requests_that_cannot_be(

@@ -1,6 +1,5 @@
-"""F13: ranks wait for a blocked store longer than a collective's time-out, with the same losses.
-
-F23: what a continued run may change.
+"""Ranks wait for a blocked store longer than a collective's time-out, with the same losses; and what a
+continued run may change.
 """
 
 import os
