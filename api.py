@@ -33,6 +33,7 @@ from .cluster.local import train_here
 from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
+from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
@@ -45,7 +46,7 @@ from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
-from .plugins import checked, run_and_step
+from .train.config.arguments import checked
 from .train.config.resolve import as_overrides, resolve
 from .train.config.run_config import Config
 from .train.config.run_config import ConfigError as ConfigError

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..plugins import bad_path, nearest
+from ..plugins import nearest
+from ..train.config.arguments import bad_path
 from ..train.record.process_log import print_in_any_encoding
 from ..train.record.untrusted import escaped
 from .console import print_message

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.files import append_line, write_atomically
-from ..plugins import is_published, is_run, runs_near
+from ..data_pipeline.words import is_published, is_run, runs_near
 from ..train.record.redaction import redact, redact_values
 from ..train.record.untrusted import read_text
 from . import liveness

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..plugins import is_run
+from ..data_pipeline.words import is_run
 from ..train.config.job_config import JobConfig
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, place_data, read_source

@@ -27,11 +27,11 @@ from typing import Annotated, Any, Literal, Self, get_args
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from ..plugins import some_of
 from .atomic import atomic_write
 from .data_config import FORMAT_VERSION, SOURCE_NAME
 from .errors import ShardError
 from .files import read_regular
+from .words import some_of
 
 UNFINISHED = "unfinished"
 """The subfolder of a prepared folder for unfinished work."""

@@ -18,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from ..plugins import is_own, some_of
+from ..plugins import is_own
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
+from .words import some_of
 
 if TYPE_CHECKING:
     from .manifest import Header

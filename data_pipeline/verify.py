@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..plugins import run_and_step
 from .errors import ShardError
 from .files import read_regular
 from .manifest import (
@@ -22,6 +21,7 @@ from .manifest import (
 )
 from .read.token_store import TokenStore, verify_shard
 from .tokenizers.tokenizer import prepared_tokenizer
+from .words import run_and_step
 
 _CONFIG_FILE = "config.json"  # of a run folder
 

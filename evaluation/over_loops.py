@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import find_checkpoint
 from ..model.cost import forward_flops
-from ..plugins import run_and_step
 from ..train.record.run_folder import config_of
 from .perplexity import measure
 from .zero_shot import ZeroShotReport

@@ -9,6 +9,7 @@ from ..data_pipeline.tokenizers.chat_template import ChatTemplate
 from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
 from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
+from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
@@ -18,7 +19,6 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..plugins import run_and_step
 from ..train.config.run_config import Config, ConfigError
 from ..train.record.run_folder import config_of
 from ..train.state import model_tensors

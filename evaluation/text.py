@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..data_pipeline.tokenizers.interface import Tokenizer
-from ..plugins import some_of
+from ..data_pipeline.words import some_of
 from .batches import Row
 from .generate import generate
 from .group_context import group_context_size

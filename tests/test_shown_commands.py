@@ -206,7 +206,7 @@ def put_things_into(folder: Path) -> None:
     for name, records in {**EXPECTED, "set": [{"text": " ".join(map(str, range(20)))}]}.items():
         write_lines(folder / "eval" / f"{name}.jsonl", records)
     (folder / "c4.model").write_bytes(sentencepiece_model(sentences(4, 100), vocab_size=300))
-    weights = released(Transformer(RECIPES["moeut_244m"]().model))
+    weights = released(Transformer(small(RECIPES["moeut_244m"])().model))
     torch.save(weights, folder / "moeut_244m.pth")
 
 
@@ -220,15 +220,23 @@ def on_one_node(launch: Launch) -> None:
     supervise(replace(launch, num_nodes=1, min_nodes=None, layouts=None), Node(launch))
 
 
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("things")
+    put_things_into(folder)
+    return folder
+
+
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Replaces ranks, the cluster and what is large, and goes to a folder of small things."""
+def stage(things: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Replaces ranks, the cluster, pictures and what is large, and goes to a folder of small things."""
     part = [(n, " ".join(sentences(n, 3))) for n in range(20)]
     for name, value in {
         "cluster.local.ThisMachine": Node,
         "cluster.local.BackgroundData": lambda *given: None,
         "cluster.submit._connected": lambda *given: nullcontext(),
         "cluster.submit.RayPool": lambda **given: nullcontext(),
+        "cluster.report.summary.draw_summary": lambda run_dir: run_dir / "summary.png",
         "cluster.supervise.actor.start_supervisor": on_one_node,
         "cluster.launch._cluster_gpus": lambda config: 0,
         "data_pipeline.make.pools.LocalPool": lambda workers: nullcontext(SerialPool()),
@@ -243,7 +251,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    put_things_into(tmp_path)
+    shutil.copytree(things, tmp_path, dirs_exist_ok=True)
     yield tmp_path
     for name, module in list(sys.modules.items()):  # other tests may have modules of this name
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):

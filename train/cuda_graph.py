@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data_pipeline.words import some_of
 from ..distributed.dispatch.choose import dispatcher_of
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout
@@ -31,7 +32,7 @@ from ..model.loops.steps import PassOptions
 from ..model.routers.router import Router
 from ..model.routers.table import ROUTERS
 from ..model.transformer import Transformer
-from ..plugins import is_own, some_of
+from ..plugins import is_own
 from .config.run_config import Config, ConfigError
 from .loss import MicroBatchLoss
 from .micro_batches import MicroBatch

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..data_pipeline.words import some_of
 from ..model.execution.roles import Role, roles_of
-from ..plugins import PluginError, Registry, is_own, some_of
+from ..plugins import PluginError, Registry, is_own
 from .config.schedule import ScheduleConfig
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from ...data_pipeline.words import run_and_step, some_of
 from ...distributed.checkpoint.checkpoint_folder import list_set_aside
 from ...distributed.checkpoint.format import (
     CheckpointError,
@@ -20,7 +21,6 @@ from ...distributed.checkpoint.format import (
     read_meta,
     step_name,
 )
-from ...plugins import run_and_step, some_of
 
 
 def list_table(path: Path) -> Table:

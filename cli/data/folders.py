@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...plugins import some_of
+from ...data_pipeline.words import some_of
 from ..arguments import RUNS, Commands, add_command
 from ..console import console
 from .peek import add_peek

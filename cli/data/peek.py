@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...plugins import run_and_step, some_of
+from ...data_pipeline.words import run_and_step, some_of
 from ..arguments import Commands, add_command
 from ..console import console
 

@@ -126,7 +126,7 @@ def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
     from ...cluster.job import read_status
     from ...cluster.submit import resume
-    from ...plugins import is_run
+    from ...data_pipeline.words import is_run
 
     run_dir = options.run_dir
     if not is_run(run_dir):

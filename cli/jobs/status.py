@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...plugins import run_and_step, runs_near
+from ...data_pipeline.words import run_and_step, runs_near
 from ..arguments import RUNS, Commands, add_command, add_run_argument
 from ..console import console, print_message
 

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...data_pipeline.words import run_and_step
 from ...distributed.dispatch.table import LOCAL, by_collectives
-from ...plugins import run_and_step
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 from ..console import console, print_message
 

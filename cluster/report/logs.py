@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...data_pipeline.files import open_regular
-from ...plugins import runs_near, some_of
+from ...data_pipeline.words import runs_near, some_of
 from ...train.record.redaction import redact, secret_values
 from ...train.record.untrusted import escaped
 from ..job import read_status

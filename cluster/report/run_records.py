@@ -16,7 +16,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...plugins import checked, nearest, run_and_step
+from ...data_pipeline.words import run_and_step
+from ...plugins import nearest
+from ...train.config.arguments import checked
 from ..job import CONFIG, JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from ..stop import request_stop
 from ..stop import stop as _stop

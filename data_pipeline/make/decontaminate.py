@@ -28,10 +28,10 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from ...plugins import some_of
 from ..errors import InputError, ShardError
 from ..prepare_config import DecontaminateConfig
 from ..sources.lines import json_records
+from ..words import some_of
 
 _BITMAP_BITS = 26  # 8 MiB
 _HEAD = b"moebius.evaluation_index"

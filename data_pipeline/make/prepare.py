@@ -34,7 +34,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...plugins import some_of
 from ..errors import DataError, InputError, PrepareError, ShardError
 from ..manifest import (
     UNFINISHED,
@@ -47,6 +46,7 @@ from ..manifest import (
 from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
 from ..sources.records import FAULTS
+from ..words import some_of
 from .choose import Chooser
 from .commit import Committer
 from .filters import set_up_rules

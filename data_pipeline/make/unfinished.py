@@ -13,7 +13,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any, Literal
 
-from ...plugins import PYTHON, some_of
+from ...plugins import PYTHON
 from ..atomic import atomic_write, explained_write_errors, read_record, write_record
 from ..errors import InputError, PrepareError
 from ..files import TEMPORARY, lock_file
@@ -31,6 +31,7 @@ from ..prepare_config import DEFAULT_SOURCE, PrepareConfig, RecordFields
 from ..sources.embedded import EMBEDDED
 from ..sources.files import FoundFile, find_files
 from ..tokenizers.chat_template import TEMPLATE_FILE
+from ..words import some_of
 from .tasks import SIDES, unfinished_file
 from .units import Unit, plan_units
 

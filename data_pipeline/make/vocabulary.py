@@ -8,7 +8,6 @@ documents may be held out regardless of its hash.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...plugins import some_of
 from ..atomic import atomic_write
 from ..errors import InputError
 from ..prepare_config import PrepareConfig
@@ -17,6 +16,7 @@ from ..tokenizers.hub import find_template, open_tokenizer
 from ..tokenizers.interface import Tokenizer
 from ..tokenizers.raw_bytes import BytesTokenizer
 from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
+from ..words import some_of
 from .tasks import TrainTask
 from .units import Unit, sample_shares
 

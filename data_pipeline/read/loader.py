@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError
+from ..words import some_of
 from .corruption import BatchFetcher, open_fetcher
 from .order import RowRefs
 from .rows import SplitReader, too_short

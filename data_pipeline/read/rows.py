@@ -19,10 +19,10 @@ from typing import Literal
 
 import numpy as np
 
-from ...plugins import some_of
 from ..data_config import DataConfig
 from ..errors import DataError, NothingToReadError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
+from ..words import some_of
 from .chunks import PADDING, ChunkReader, LoadedChunk, TokenRows
 from .corruption import BatchFetcher
 from .order import ChunkTable, group_pairs, num_rows

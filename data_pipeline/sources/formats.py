@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...plugins import PYTHON, some_of
+from ...plugins import PYTHON
 from ..errors import InputError
 from ..prepare_config import PrepareConfig, SourceConfig
+from ..words import some_of
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
 from .compression import PACKED
 from .documents import Document, InputSplit, Role, SplitRange, byte_ranges

@@ -21,8 +21,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...plugins import PYTHON, named_function, some_of
+from ...plugins import PYTHON, named_function
 from ..errors import InputError
+from ..words import some_of
 from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of
 

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...plugins import some_of
 from ..errors import InputError
 from ..prepare_config import DEFAULT_SOURCE, MAX_LABEL_BYTES, SourceConfig
+from ..words import some_of
 from .documents import Document
 
 NOT_UTF8 = "not UTF-8"

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from ...plugins import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
+from ..words import some_of
 from .fast import (
     FastEncoder,
     UnsuitableError,

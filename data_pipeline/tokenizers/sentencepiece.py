@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ...plugins import some_of
 from ..errors import InputError
 from ..read.token_store import token_dtype
+from ..words import some_of
 from .interface import CONFIG_FILE, MODEL_FILE, Tokenizer
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ...data_pipeline.files import read_regular
-from ...plugins import run_and_step, runs_near
+from ...data_pipeline.words import run_and_step, runs_near
 from ..layout import Layout
 
 SUM_BYTES = 16

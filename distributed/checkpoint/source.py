@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from ...data_pipeline.files import read_regular
-from ...plugins import distrust, some_of
+from ...data_pipeline.words import some_of
+from ...plugins import distrust
 from .format import (
     CheckpointError,
     Chunk,

@@ -82,12 +82,6 @@ def test_an_input_takes_the_place_of_the_files_sources(tmp_path):
     assert [source.name for source in config.all_sources] == ["web"]
 
 
-def test_a_file_without_the_section_is_not_the_embedded_corpus(tmp_path):
-    (tmp_path / "data.toml").write_text('[prepair]\ninput = ["a.jsonl"]\n')
-    with pytest.raises(ValueError, match=r"has no section \[prepare\]; its sections are prepair"):
-        _config("--config", str(tmp_path / "data.toml"))
-
-
 def test_the_first_three_tries_of_a_newcomer(tmp_path, monkeypatch, capfd):
     """The third one prepares, into the folder of the two before."""
     monkeypatch.chdir(tmp_path)

@@ -8,10 +8,7 @@ import pytest
 
 from moebius.model.config.loops_config import DepthConfig
 from moebius.model.loops.depth import depths_of_step, loops_of
-from moebius.train.config.errors import ConfigError
-from moebius.train.config.resolve import resolve
 from moebius.train.recipes.family import FAMILY
-from moebius.train.recipes.smoke import RECIPES
 
 STEPS = 20_000
 
@@ -72,32 +69,3 @@ def test_the_sequences_of_a_step_have_the_same_depths_on_any_number_of_ranks():
     every = [depth for each in alone for depth in each.of_sequence or ()]
     shares = [sum(depth >= loop for depth in every) / 16 for loop in range(1, max(every) + 1)]
     assert all(list(each.shares) == shares for each in (*alone, *both))
-
-
-GROWING = ["kind=growing", "values=[1, 2, 4]", "stage_steps=200"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "message"),
-    [
-        (
-            "parcae_moe",
-            ['train.losses={"json:dumps"=0.1}'],
-            "train.losses with model.loops.depth.per",
-        ),
-        (
-            "parcae_moe",
-            ["train.balance_documents=true", "data.document_attention=true"],
-            "train.balance_documents with model.loops.depth.per",
-        ),
-        (
-            "huginn_moe",
-            [f"model.loops.depth.{each}" for each in GROWING],
-            "reaches the R=4 loops of evaluation at step 400, and train.steps=400",
-        ),
-    ],
-)
-def test_a_run_that_its_depths_do_not_fit_is_refused(recipe, changes, message):
-    """What the model alone refuses is in refused.txt."""
-    with pytest.raises(ConfigError, match=message):
-        resolve(recipe, changes, recipes=RECIPES)

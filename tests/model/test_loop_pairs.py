@@ -44,11 +44,6 @@ def test_layers_keep_their_place() -> None:
     assert unlooped(model, 1024, "parameters").sparse_members == (1, 2)
 
 
-def test_a_partner_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="applies no layer twice"):
-        unlooped(RECIPES["dense"]().model, 1024)
-
-
 def test_the_command_writes_the_partner_of_the_changed_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

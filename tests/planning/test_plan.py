@@ -124,25 +124,6 @@ def test_a_file_changes_figures_and_their_sources(tmp_path: Path) -> None:
     assert set(ours.sources) == {each.name for each in fields(Hardware)} - {"name", "sources"}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('base = "h300"', "base = 'h300' is unknown; choose h100"),
-        ('base = "h100"\nspeed = 1', "unknown figure speed; known: ranks_per_node"),
-        ('base = "h100"\nslow_bandwidth = 0', "slow_bandwidth = 0 must be a number above 0"),
-        ('base = "h100"\nranks_per_node = 7.5', "= 7.5 must be a whole number above 0"),
-        ("base = ", "is not valid TOML"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_wrong_file_is_explained(tmp_path: Path, content: str | None, message: str) -> None:
-    file = tmp_path / "wrong.toml"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        find_hardware(str(file))
-
-
 # The command --------------------------------------------------------------------------------------
 
 

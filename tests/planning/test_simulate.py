@@ -379,26 +379,3 @@ def test_a_mistake_of_ours_comes_with_its_traceback(moebius: Any, monkeypatch: A
     with pytest.raises(RankFailed, match=r"simulated rank \d of 2: KeyError: ") as failed:
         moebius("simulate", *SMALL, "--ep", "2")
     assert isinstance(failed.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("nowhere", "there is no recipe 'nowhere'"),
-        ("smoke --ep 32", "mesh.ep 32 is more than the experts"),
-        ("smoke --ep 0", "--ep 0: 1 to 256 ranks can be simulated"),
-        ("smoke --ep 8 --ranks-per-node 3", "--ranks-per-node 3 must divide the 8 ranks"),
-        ("smoke --ep 4 --dispatcher local", "the experts are on several ranks"),
-        ("smoke --steps 0", "--steps 0 must be at least 1"),
-        (f"smoke --tokens-per-rank {'9' * 20}", "must be 1 to 16,777,216"),
-        ("dense --ep 2", "the model has no experts, so there is nothing to route"),
-        ("mixture_of_tokens --tokens-per-rank 4", "the router needs groups of"),
-        ("kimi_k2 --ep 8", "kimi_k2: its weights take 4,106 GB, and this machine has"),
-    ],
-)
-def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius: Any) -> None:
-    answer = moebius("simulate", *words.split())
-    [printed] = answer.err.strip().splitlines()
-    assert answer.code == 2
-    assert printed.startswith("error: ")
-    assert message in printed

@@ -1,6 +1,5 @@
-"""F13: ranks wait for a blocked store longer than a collective's time-out, with the same losses.
-
-F23: what a continued run may change.
+"""Ranks wait for a blocked store longer than a collective's time-out, with the same losses; and what a
+continued run may change.
 """
 
 import os
@@ -71,15 +70,21 @@ def seen(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["digest"], line["loss"]) for line in lines(run_dir, "train")]
 
 
+@pytest.fixture(scope="module")
+def expected(made, tmp_path_factory) -> Path:
+    run_ranks(train_blocked, 2, config_of(made), run := tmp_path_factory.mktemp("expected"))
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     # of the second, what was read ahead hides a part: as long as the steps of a segment take
     [Block((1,), 0, 5.0), Block((0, 1), 1, 9.0)],
 )
-def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, block) -> None:
-    expected = tmp_path / "expected"
-    run_ranks(train_blocked, 2, config_of(made), expected)
+def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(
+    made, expected, tmp_path, block
+) -> None:
     run_ranks(train_blocked, 2, config_of(made, timeout_s=2.0), tmp_path / "run", block)
     assert seen(tmp_path / "run") == seen(expected)
     waits = lines(tmp_path / "run", "data_wait")
@@ -92,22 +97,12 @@ def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, b
     assert not lines(expected, "data_wait")
 
 
-# ---- F23
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts_of_run",
-    [((2, 6), (1, 12)), ((2, 4), (1, 8), (4, 12))],
-    ids=["two", "three"],
-)
-def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(
-    made, tmp_path, parts_of_run
-) -> None:
+def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(made, tmp_path) -> None:
     whole = tmp_path / "whole"
     run_ranks(train_blocked, 1, config_of(made, steps=12), whole)
     parts = tmp_path / "parts"
-    for world, steps in parts_of_run:
+    for world, steps in ((2, 4), (1, 8), (4, 12)):
         run_ranks(train_blocked, world, config_of(made, steps=steps), parts)
     digests = [digest for digest, _ in seen(whole)]
     assert [digest for digest, _ in seen(parts)] == digests

@@ -297,13 +297,3 @@ def test_ranks_need_not_divide_the_experts(
     assert start["parameters"] == sum(
         parameter.numel() for parameter in Transformer(MODEL).parameters()
     )
-
-
-def test_what_cannot_be_placed_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"mesh.replicas=1 with mesh.rebalance_every=0: experts are replicated when they are rebalanced",
-    ):
-        MeshConfig(ep=2, replicas=1)
-    with pytest.raises(ValueError, match=r"mesh.rebalance_every=5 with mesh.sharding='fsdp'"):
-        MeshConfig(ep=2, rebalance_every=5, sharding="fsdp")

@@ -21,21 +21,9 @@ from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.manifest import UNFINISHED, is_prepared, read_manifest
 from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
+from ...data_pipeline.words import is_published, is_run, run_and_step, runs_near, some_of
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import (
-    PluginError,
-    check_call,
-    distrust,
-    import_own,
-    is_own,
-    is_published,
-    is_run,
-    nearest,
-    run_and_step,
-    runs_near,
-    some_of,
-    trust,
-)
+from ...plugins import PluginError, check_call, distrust, import_own, is_own, nearest, trust
 from .errors import ConfigError
 from .keys import KINDS, known_keys, toml_value
 from .run_config import Config
@@ -87,7 +75,7 @@ def resolve(
     of_file = _section(given, "optim").keys() - {"muon"} if name_or_file.endswith(".toml") else ()
     said = {f"optim.{key}" for key in of_file}
     config = _built_with(values, overrides, origin=name_or_file, said=said)
-    keys = {override.partition("=")[0].strip() for override in overrides}
+    keys = _keys_of(overrides)
     _check_folder(config, given, keys, is_of_run=is_of_run)
     of_file = set() if is_of_run else {f"prepare.{key}" for key in _section(given, "prepare")}
     return config if _TEXT.isdisjoint(keys | of_file) else config.naming_text()
@@ -157,7 +145,7 @@ def _take_start(
     """Replaces the model, and the tokenizer unless the data or another one is named."""
     values["model"] = deepcopy(start.model)  # overrides change its sections in place
     said = {f"prepare.{key}" for key in _section(given, "prepare")}
-    said |= {override.partition("=")[0].strip() for override in overrides}
+    said |= _keys_of(overrides)
     prepare = dict(_section(values, "prepare"))
     is_same_data = prepare == start.prepare and not any(key.startswith("prepare.") for key in said)
     if not (has_data or is_same_data):
@@ -275,6 +263,10 @@ def _what_takes(path: Path) -> str:
     )
 
 
+def _keys_of(overrides: Sequence[str]) -> set[str]:
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
 def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str) -> None:
     """Removes what else says how long the run is, if one of its keys was given.
 
@@ -284,11 +276,8 @@ def _choose_length(values: dict[str, Any], given: Collection[str], *, where: str
     train = values.get("train")
     if not isinstance(train, dict):
         return  # reported later
-    said = [
-        key
-        for key in ("steps", "tokens", "epochs")
-        if f"train.{key}" in given and train.get(key) is not None
-    ]
+    lengths = ("steps", "tokens", "epochs")
+    said = [key for key in lengths if f"train.{key}" in given and train.get(key) is not None]
     if len(said) > 1:
         both = " and ".join(f"train.{key}" for key in said)
         raise ConfigError(f"{where}: {both} each say how long the run is: give one of them")
@@ -318,7 +307,7 @@ def _built_with(
     values: dict[str, Any], overrides: Sequence[str], *, origin: str, said: Collection[str] = ()
 ) -> Config:
     """Builds the configuration of plain values with overrides applied; a file has `said` some keys."""
-    keys = {override.partition("=")[0].strip() for override in overrides}
+    keys = _keys_of(overrides)
     _choose_input(values, {key.removeprefix("prepare.") for key in keys})
     before = dict(_section(values, "optim"))
     for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
@@ -380,7 +369,7 @@ def resolve_prepare(
     if not isinstance(section, dict):
         raise ConfigError(f"{file}: prepare = {section!r} is not a section")
     values = {"prepare": dict(section)}
-    keys = {override.partition("=")[0].strip().removeprefix("prepare.") for override in overrides}
+    keys = {key.removeprefix("prepare.") for key in _keys_of(overrides)}
     _choose_input(values, keys | options.keys())
     values["prepare"] |= options
     for override in overrides:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 from ...data_pipeline.data_config import MAY_CHANGE, DataConfig
 from ...data_pipeline.files import fault, read_regular
 from ...data_pipeline.prepare_config import PrepareConfig
+from ...data_pipeline.words import runs_near, some_of
 from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...distributed.dispatch.table import DISPATCHER
 from ...distributed.layout import (
@@ -31,8 +32,9 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import checked, distrust, runs_near, some_of
+from ...plugins import distrust
 from ..optim import OPTIMIZER, OptimConfig
+from .arguments import checked
 from .errors import ConfigError
 from .job_config import JobConfig
 from .schedule import SCHEDULE

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ...data_pipeline.words import some_of
 from ...model.config.sections import plain_message
-from ...plugins import nearest, some_of
+from ...plugins import nearest
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .keys import Key, keys_of, known_keys
@@ -72,7 +73,8 @@ def _explain(entry: Any, kind: type[BaseModel]) -> str:
 def _whole_key(place: tuple[int | str, ...], kind: type[BaseModel]) -> Key | None:
     """Returns the key at the place of an error, which may lie in a part of its value."""
     known = {key.path: key for key in keys_of(kind)}
-    paths = (".".join(map(str, place[:end])) for end in range(len(place), 0, -1))
+    names = [part for part in place if isinstance(part, str)]
+    paths = (".".join(names[:end]) for end in range(len(names), 0, -1))
     return next((known[path] for path in paths if path in known), None)
 
 

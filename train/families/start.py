@@ -22,11 +22,12 @@ from ...data_pipeline.errors import InputError
 from ...data_pipeline.manifest import is_prepared, read_manifest
 from ...data_pipeline.tokenizers.hub import open_tokenizer
 from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ...data_pipeline.words import run_and_step, runs_near, some_of
 from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint
 from ...distributed.checkpoint.pieces import pieces_to_json
 from ...distributed.checkpoint.source import Source, refuse_gaps
 from ...model.config.model_config import ModelConfig
-from ...plugins import run_and_step, runs_near, some_of, trust
+from ...plugins import trust
 from ..config.resolve import StartSections, base_values, resolve
 from ..config.run_config import Config, ConfigError
 from ..recipes.hub import continuation, settings_words

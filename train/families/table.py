@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...data_pipeline.words import some_of
 from ...distributed.checkpoint.pieces import Piece, PublishedFolder
 from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import Transformer
-from ...plugins import PluginError, Registry, distrust, nearest, some_of, trust
+from ...plugins import PluginError, Registry, distrust, nearest, trust
 from ..config.run_config import ConfigError
 from .deepseek import V2, V3
 from .family import Family, Rule

@@ -21,6 +21,7 @@ from ...data_pipeline.read.corruption import open_fetcher
 from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
+from ...data_pipeline.words import is_published, run_and_step, runs_near, some_of
 from ...distributed.checkpoint.format import (
     CheckpointError,
     latest,
@@ -36,7 +37,7 @@ from ...distributed.checkpoint.source import (
     read_source,
 )
 from ...distributed.checkpoint.source import Source as Source
-from ...plugins import distrust, is_published, run_and_step, runs_near, some_of
+from ...plugins import distrust
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
 from ..config.validation import validated

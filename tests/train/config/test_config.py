@@ -4,13 +4,11 @@ import math
 import os
 import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moebius.plugins import PluginError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
@@ -34,10 +32,6 @@ def mine() -> Config:
     return make("train.steps=11")
 
 
-def no_config() -> str:
-    return "smoke"
-
-
 def test_a_recipe_may_be_a_function_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,22 +41,6 @@ def test_a_recipe_may_be_a_function_of_ones_own(
     file.write_text('recipe = "my_recipes:mine"\n[train]\nseed = 6\n', encoding="utf-8")
     config = make(name=str(file))
     assert (config.train.steps, config.train.seed) == (11, 6)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("my_recipes:yours", "has no 'yours'"),
-        ("no_such_module:mine", "no module 'no_such_module'"),
-        ("my_recipes:no_config", "returned a str, not a Config"),
-    ],
-)
-def test_a_function_that_gives_no_recipe_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "my_recipes", sys.modules[__name__])
-    with pytest.raises((ConfigError, PluginError), match=message):
-        make(name=name)
 
 
 def test_overrides_are_typed() -> None:
@@ -108,63 +86,6 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
         6,
         128,
     )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
-        (["model.vocab_size=100"], r"model.vocab_size=100 is smaller than the 4096 token ids"),
-        (["job.name=a/b"], r"job.name"),
-        (["train.steps.x=3"], r"override 'train.steps.x=3': train.steps is not a section"),
-        (
-            [
-                "model.attention.positions.kind=learned",
-                "model.attention.positions.max_positions=64",
-            ],
-            r"data.seq_len=128 exceeds the learned positions, .*max_positions=64",
-        ),
-    ],
-)
-def test_a_mistake_is_answered_with_one_clear_error(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(*overrides)
-
-
-def test_a_broken_file(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.toml"
-    broken.write_text("[model\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"broken.toml: is not valid TOML"):
-        make(name=str(broken))
-
-
-SHARDED = ("mesh.sharding=fsdp", "mesh.ep=1", "mesh.dp_replicate=none")
-STILL = ("mesh.rebalance_every=5", "mesh.replicas=1", "mesh.ep=1", "mesh.dp_replicate=none")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "message"),
-    [
-        ((), 3, r"mesh.dp_replicate 2 × mesh.ep 2 = 4 ranks, but the world has 3"),
-        (("mesh.ep=3", "mesh.dp_replicate=1"), 3, r"16.*3|3.*16"),
-        (
-            ("train.global_batch=18",),
-            4,
-            r"train.global_batch=18 is not a multiple of 4 ranks × train.micro_batch=4 = 16",
-        ),
-        (SHARDED, 4, r"mesh.dp_shard=1 on 4 ranks shards nothing: set .* to one of \[2, 4\]"),
-        (STILL, 4, r"mesh.replicas=1 with mesh.ep=1: .* or mesh.ep to one of \[2, 4\]"),
-        (STILL, 1, r"none can move .* set both to 0 \(a world of 1 allows no other mesh.ep\)"),
-        (SHARDED, 1, None),
-        ((*SHARDED, "mesh.dp_shard=4"), 4, None),
-        ((*STILL, "mesh.ep=2"), 4, None),
-    ],
-)
-def test_what_does_not_fit_the_world_is_refused(
-    overrides: tuple[str, ...], world_size: int, message: str | None
-) -> None:
-    with pytest.raises(ValueError, match=message) if message else nullcontext():
-        make(*overrides).check_world(world_size)
 
 
 def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:

@@ -117,19 +117,3 @@ def test_a_written_recipe_is_a_file_that_trains(
     file = tmp_path / "mine.toml"
     file.write_text(capsys.readouterr().out, encoding="utf-8")
     assert resolve(str(file), (), RECIPES) == resolve("smoke", ["train.steps=7"], RECIPES)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["model.widht"], "model.attention.positions.width"),
-        (["train", "--diff"], "smoke --diff"),
-    ],
-)
-def test_a_wrong_name_is_answered_with_the_right_one(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["config", *words])
-    assert ended.value.code == 2
-    assert named in " ".join(capsys.readouterr().err.split())

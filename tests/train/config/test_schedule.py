@@ -10,7 +10,7 @@ import pytest
 
 from moebius.plugins import PluginError
 from moebius.train.config.resolve import resolve
-from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.run_config import Config
 from moebius.train.config.schedule import (
     decay_is_over,
     learning_rate_at,
@@ -115,30 +115,6 @@ def test_lengths_are_steps_or_fractions_of_the_run(
     assert optim.final_fraction == (0.0 if schedule in ("wsd", "linear") else 0.1)
     again = OptimConfig.model_validate_json(optim.model_dump_json())
     assert (again, type(again.warmup_steps)) == (optim, type(optim.warmup_steps))
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("warmup_steps=2e3", "number of steps, such as 2000, or a fraction of the run"),
-        ("decay_steps=1.5", "at most 1.0 (the whole run), such as 0.1 (given: 1.5)"),
-        ("decay_steps=nan", "such as 0.1 (given: nan)"),
-        ("decay_steps=0", "number of steps, such as 100"),
-        ("decay_steps=-0.1", "(given: -0.1)"),
-        ("warmup_steps=-1", "(given: -1)"),
-        ("warmup_steps=10%", "(given: '10%')"),
-        ("warmup_steps=none", "(given: None)"),
-        ("warmup_steps=auto", "(given: 'auto')"),
-        ("warmup_steps=true", "not a boolean"),
-        ("schedule=wds", "did you mean wsd?"),
-        ("decay_shape=exp", "decay_shape: must be one of sqrt, linear, cosine"),
-    ],
-)
-def test_a_bad_length_is_one_line_that_says_what_to_type(override: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve("smoke", [f"optim.{override}"], RECIPES)
-    assert words in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 2  # and the headline
 
 
 def test_another_schedule_leaves_the_recipes_decay_behind(tmp_path: Path) -> None:
@@ -305,38 +281,5 @@ def test_the_last_word_says_how_long_the_run_is(tmp_path: Path) -> None:
     as_recipe = {str(saved): lambda: Config.load(saved)}
     for change, steps in (("tokens=2e5", 98), ("steps=9", 9), ("seed=1", 49)):
         assert resolve(str(saved), [f"train.{change}"], as_recipe).train.steps == steps
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["train.steps=5", "train.tokens=1e6"], "overrides: train.steps and train.tokens each say"),
-        (["train.epochs=1", "train.steps=5"], "overrides: train.steps and train.epochs each say"),
-        (["train.tokens=2.5"], "train.tokens: must be an integer > 0 or none"),
-        (["train.tokens=0"], "train.tokens: must be an integer > 0"),
-        (["train.epochs=-1"], "train.epochs: must be a number > 0"),
-        (["train.epochs=inf"], "train.epochs: must be a number > 0"),
-        (
-            ["train.epochs=2", "train.start_when=1000"],
-            "train.epochs=2.0 does not go with train.start_when=1000: it counts",
-        ),
-        (
-            ["train.epochs=2", 'prepare.sources=[{name="a",input="a"},{name="b",input="b"}]'],
-            "train.epochs=2.0 does not go with the sources=a, b: it counts the rows",
-        ),
-    ],
-)
-def test_a_length_that_cannot_be_meant_is_one_line(overrides: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve("smoke", overrides, RECIPES)
-    assert words in str(refused.value)
-
-
-def test_two_lengths_in_one_file_or_section_are_refused(tmp_path: Path) -> None:
-    for recipe in ('recipe = "smoke"\n', ""):
-        file = tmp_path / "both.toml"
-        file.write_text(f"{recipe}[train]\nsteps = 5\nepochs = 2\n", encoding="utf-8")
-        with pytest.raises(ConfigError, match=r"both.toml: train.steps and train.epochs each say"):
-            resolve(str(file), [], RECIPES)
     with pytest.raises(ValueError, match=r"tokens are 2 steps, and train\.steps=5: give one of"):
         Config.model_validate({"train": {"steps": 5, "tokens": 5_000}})
