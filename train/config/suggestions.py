@@ -2,12 +2,30 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...plugins import nearest
 
+# Keys that configurations of 0.2 hold, with the value that means what is always done now. words.txt
+# says what replaced them.
+REMOVED: dict[str, Any] = {
+    "model.attention.expert_dropout": 0.0,
+    "model.feed_forward.sub_token_residual": False,
+    "model.feed_forward.shared_sum": "plain",
+    "data.server": "auto",
+    "data.server_bytes": 2**29,
+    "prepare.source_field": "source",
+    "prepare.sources.source_field": "source",
+    "prepare.tokenizer_sample_bytes": 2**25,
+    "kernels.onednn": False,
+    "train.record_routing": 0,
+    "train.spikes": {"action": "off"},
+    "checkpoint.verify": True,
+    "job.give_up_after_s": None,
+}
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -76,3 +94,29 @@ def _question(paths: list[str], key: str) -> str:
     near = [path for path in paths if path.rpartition(".")[0] == section]
     near = near or [path for path in paths if path.count(".") == 1] or paths
     return f"; did you mean {' or '.join(near[:3])}?"
+
+
+def drop_removed(values: Any) -> Iterator[str]:
+    """Drops removed keys from a configuration, and yields which had another meaning.
+
+    Args:
+        values: plain values, in sections; changed in place.
+    """
+    for path, harmless in REMOVED.items():
+        section, _, name = path.rpartition(".")
+        for place in _sections_at(values, section.split(".")):
+            given = place.get(name, harmless)
+            if isinstance(given, dict) and isinstance(harmless, dict):
+                given = {key: given.get(key) for key in harmless}
+            if given != harmless:
+                yield f"  {path}: unknown key{suggest(path, ())} (given: {given!r:.200})"
+            place.pop(name, None)
+
+
+def _sections_at(values: Any, names: list[str]) -> list[dict[str, Any]]:
+    """Returns the sections of a path; those of a list are several."""
+    found = values if isinstance(values, list) else [values]
+    found = [each for each in found if isinstance(each, dict)]
+    if not names:
+        return found
+    return [one for each in found for one in _sections_at(each.get(names[0]), names[1:])]

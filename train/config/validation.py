@@ -1,5 +1,6 @@
 """Validates a configuration's plain values, and explains errors in words."""
 
+import copy
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,7 +14,7 @@ from ...plugins import nearest
 from ..record.redaction import secret_places
 from .errors import ConfigError
 from .keys import Key, keys_of, known_keys
-from .suggestions import suggest
+from .suggestions import drop_removed, suggest
 
 MAX_WHOLE = 2**63 - 1  # the largest number of torch and Arrow
 Model = TypeVar("Model", bound=BaseModel)
@@ -30,13 +31,15 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
     Raises:
         ConfigError: the values are invalid; it lists the first ten problems.
     """
+    values = copy.deepcopy(values)
+    problems = [*drop_removed(values)]
     try:
         built = kind.model_validate(values)
     except ValidationError as error:
-        problems = [*dict.fromkeys(_explain(entry, kind) for entry in error.errors())]
+        problems += dict.fromkeys(_explain(entry, kind) for entry in error.errors())
     else:
         plain = built.model_dump(mode="json")
-        problems = [*_unusable(values, plain), *_secrets(plain)]
+        problems += [*_unusable(values, plain), *_secrets(plain)]
         if not problems:
             return built
     listed = some_of(problems, between="\n", most=2_000)

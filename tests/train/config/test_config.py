@@ -1,9 +1,11 @@
 """Configurations: recipes, TOML, overrides, and one clear error per mistake."""
 
+import json
 import math
 import os
 import re
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.suggestions import REMOVED
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import check_same_run, open_run, place_data
 
@@ -219,3 +222,15 @@ def test_only_a_regular_file_of_bounded_size_is_a_configuration(name: str, tmp_p
         with pytest.raises(ConfigError, match=f"{name}: cannot be read"):
             Config.load(path) if name == "config.json" else resolve(str(path), [], RECIPES)
         path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_configurations_of_0_2_load_without_the_keys_that_are_gone(tmp_path: Path) -> None:
+    config = resolve("moeut", ["prepare.sources=[{name='a', input=['embedded']}]"], RECIPES)
+    saved = config.model_dump(mode="json")
+    for path, value in REMOVED.items():
+        *sections, name = path.split(".")
+        place = reduce(lambda found, key: found[key], sections, saved)
+        (place[0] if isinstance(place, list) else place)[name] = value
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(saved))
+    assert Config.load(file) == config
