@@ -57,7 +57,7 @@ from .job import (
     refuse_if_running,
 )
 from .report.run_report import last_checkpoint
-from .supervise.background_data import prepares_beside
+from .supervise.background_data import prepares_while_training
 
 ENVIRONMENT = "environment.json"
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ def refusals(
     trust(config.model_dump(mode="json", exclude={"prepare"}))
     check_run(config, run_dir, source)
     if config.train.epochs is None:  # else `begin_run` counts its steps
-        rates_of(config, run_dir, source)
+        rate_lines(config, run_dir, source)
 
 
 def make_launch(
@@ -146,7 +146,7 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
         ranks_per_node=config.world_size,
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,
-        prepares_data=prepares_beside(config),
+        prepares_data=prepares_while_training(config),
         **_of_any_job(config, run_dir, environment={}),
     )
 
@@ -183,7 +183,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         launch = replace(launch, configuration=_as_text(config))
         if note := check_data(config, run_dir, is_whole=not launch.prepares_data):
             console.print(Text(note), soft_wrap=True)
-        for at, line in enumerate(rates_of(config, run_dir, source)):
+        for at, line in enumerate(rate_lines(config, run_dir, source)):
             console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():
         console.print(f"{CONFIG} is missing; the newest checkpoint has the run's configuration")
@@ -199,7 +199,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
     return launch
 
 
-def rates_of(config: Config, run_dir: Path, source: Source | None = None) -> list[str]:
+def rate_lines(config: Config, run_dir: Path, source: Source | None = None) -> list[str]:
     """Says a run's learning rates, those of before, and in further lines what is odd about them.
 
     Raises:

@@ -45,7 +45,7 @@ from .ray_tasks import RayPool
 from .report.live import follow
 from .report.summary import show_end
 from .stop import interrupts_stop_the_job
-from .supervise.background_data import prepares_beside
+from .supervise.background_data import prepares_while_training
 
 RELEASE_TIMEOUT_S = 30.0
 
@@ -85,7 +85,7 @@ def submit(
     refusals(config, run_dir, source, console=console)
     gpus = simulated_gpus(config) if address is None else None
     with opened_folder(config, run_dir, source):
-        beside = prepares_beside(config)
+        beside = prepares_while_training(config)
         with _connected(config.job, address, gpus, console):
             import ray
 

@@ -92,9 +92,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates all parameters; collective over the mesh. A missing gradient counts as zeros."""
-        moves: deque[_Move] = deque()  # at most three are in memory
+        moves: deque[_StackStep] = deque()  # at most three are in memory
         for stack in self._current_stacks():
-            moves.append(_Move(stack, self.state))
+            moves.append(_StackStep(stack, self.state))
             moves[-1].collect()
             if len(moves) > 1:
                 moves[-2].compute()
@@ -111,7 +111,7 @@ class Muon(torch.optim.Optimizer):
             found = [stack for group in self._own for stack in self._stacks_of(group)]
             # The same order on every rank, whatever the sizes of its experts' stacks; then the costly ones.
             self._stacks = sorted(found, key=lambda stack: (not stack.is_bank, -stack.cost))
-            _share_out(self._stacks)
+            _assign_owners(self._stacks)
             self._shapes = shapes
         return self._stacks
 
@@ -212,7 +212,7 @@ class _Stack:
         return torch.cat(found, outputs).mul_(self.options["lr"] * scale(num_out, num_in))
 
 
-class _Move:
+class _StackStep:
     """One step of a stack: sends momenta and updates, and waits for them as late as possible."""
 
     def __init__(self, stack: _Stack, state: dict[Tensor, Any]) -> None:
@@ -321,7 +321,7 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
     return x
 
 
-def _share_out(stacks: "Sequence[_Stack]") -> None:
+def _assign_owners(stacks: "Sequence[_Stack]") -> None:
     """Gives every matrix to the rank that has the least work so far."""
     loads: dict[dist.ProcessGroup | None, list[tuple[int, int]]] = {}
     for stack in stacks:

@@ -205,7 +205,7 @@ class LinearCall(SortedRoutes):
 
 
 @dataclass(frozen=True)
-class Into:
+class GradientBuffers:
     """Buffers for the weights' gradients, in the order of `WEIGHTS`.
 
     `are_new` buffers are uninitialised, so they are overwritten instead of added to. Only backends
@@ -260,7 +260,7 @@ class Backend(ABC):
 
     @abstractmethod
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Returns the gradients of rows, gate weights and biases; adds the weights' to `into`."""
 
@@ -274,7 +274,7 @@ class Backend(ABC):
 
     @abstractmethod
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Returns the gradients of rows and gate weights; adds the weights' to `into`."""
 

@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .backend import implementation
-from .calls import Backend, Deferred, DeferringBackend, Into, LinearCall, MLPCall, RowGradients
+from .calls import (
+    Backend,
+    Deferred,
+    DeferringBackend,
+    GradientBuffers,
+    LinearCall,
+    MLPCall,
+    RowGradients,
+)
 from .custom_op import custom_op
 from .gradients import gradient_sum
 
@@ -78,7 +86,7 @@ class _Operation:
     ) -> tuple[Tensor, ...]:
         call = self._call(arguments)
         backward = self._method(implementation(call.backend), "backward")
-        return _results(call, backward(call, grad_TO, saved, Into(into, are_new)))
+        return _results(call, backward(call, grad_TO, saved, GradientBuffers(into, are_new)))
 
     def _run_rows(self, grad_TO: Tensor, saved: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         call = self._call(arguments)

@@ -38,7 +38,7 @@ from torch import Tensor
 from .calls import (
     ROW_SLACK,
     Backend,
-    Into,
+    GradientBuffers,
     LinearCall,
     MLPCall,
     RowGradients,
@@ -81,7 +81,7 @@ class Segments(Backend):
         return _sum_to_targets(outputs, call), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
@@ -139,7 +139,7 @@ class Segments(Backend):
         return _sum_to_targets(outputs * gate[:, None], call), outputs.contiguous()
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Implements `Backend.linear_backward`; computes the gate's gradient on the narrow side."""
         x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape

@@ -85,6 +85,11 @@ class ModelOutput:
         assert self.logits_or_loss.ndim == 0, "only a pass with targets has a loss"
         return self.logits_or_loss
 
+    @property
+    def read_out(self) -> Tensor:
+        """Returns `logits_or_loss`, by its former name."""
+        return self.logits_or_loss
+
 
 class Transformer(nn.Module):
     """Builds MoEUT or a relative from its configuration.

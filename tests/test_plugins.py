@@ -32,7 +32,7 @@ from moebius.train.config.errors import EXIT_MISTAKE
 from moebius.train.config.reference import commented
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.loop import train
-from moebius.train.metrics.spikes import StepJudge
+from moebius.train.metrics.spikes import SkipPolicy
 
 PARTS = """
 import torch
@@ -311,7 +311,7 @@ def test_a_run_whose_first_updates_were_skipped_resumes(
         return make_config(shards, optim={"kind": "parts_of_a_test:everything"}, train__steps=steps)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepJudge, "why_skipped", lambda *given: ("no targets", None))
+        patch.setattr(SkipPolicy, "why_skipped", lambda *given: ("no targets", None))
         trained(config(2), tmp_path / "run")
     assert not any(name.startswith("optimizer.") for name in newest_state(tmp_path / "run"))
     trained(config(4), tmp_path / "run")

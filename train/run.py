@@ -30,7 +30,7 @@ from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
-from .metrics.spikes import Spike, StepJudge
+from .metrics.spikes import SkipPolicy, Spike
 from .metrics.step_metrics import StepClock, StepMeter
 from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
@@ -84,7 +84,7 @@ class Run:
     checkpoints: Checkpointer
     generation: int
     backend: str  # of the experts' products
-    judge: StepJudge
+    judge: SkipPolicy
     traces: StepTraces
     depth_losses: tuple[WeightedLoss, ...]  # a user's own
     heartbeat: Heartbeat
@@ -182,7 +182,7 @@ def assemble(
         checkpoints=checkpoints,
         generation=generation,
         backend=backend,
-        judge=StepJudge(config.train.skip_spikes),
+        judge=SkipPolicy(config.train.skip_spikes),
         traces=StepTraces(config.train.profile, run_dir / TRACES, process.rank),
         depth_losses=weighted_losses(config.train.losses),
         heartbeat=heartbeat or Heartbeat(),

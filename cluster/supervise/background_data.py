@@ -185,7 +185,7 @@ def is_enough(manifest: DatasetManifest, tokens: int) -> bool:
     return manifest.num_tokens("train") >= tokens
 
 
-def prepares_beside(config: "Config") -> bool:
+def prepares_while_training(config: "Config") -> bool:
     """Returns whether a run's data must be prepared beside its ranks, because it is not complete.
 
     Raises:

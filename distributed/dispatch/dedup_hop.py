@@ -25,7 +25,7 @@ from ...kernels.sends import count_sends, gather_pairs, pack_sends, sum_pairs, u
 from ...model.execution.recompute import save_combine
 from ...model.routing import Routes
 from .exchange import AsyncCollective, Communicator, Counters
-from .expert_map import ExpertPlaces
+from .expert_map import ExpertAddresses
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DedupExchange:
         self,
         communicator: Communicator,
         routes: Routes,
-        places: ExpertPlaces,
+        places: ExpertAddresses,
         *,
         num_sources: int,
         num_slots: int,

@@ -32,7 +32,7 @@ class SlotTables:
 
 
 @dataclass(frozen=True)
-class ExpertPlaces:
+class ExpertAddresses:
     """Rank and slot of every expert, as int32 tensors on a device."""
 
     rank_E: Tensor
@@ -199,24 +199,24 @@ def _tables(expert_map: ExpertMap, device: torch.device) -> SlotTables:
 
 
 @lru_cache(maxsize=256)
-def places(expert_map: ExpertMap, device: torch.device) -> ExpertPlaces:
+def places(expert_map: ExpertMap, device: torch.device) -> ExpertAddresses:
     """Returns every expert's rank and its slot there; cached."""
     slot_E, tables = _slots(expert_map, device), expert_map.tables(device)
-    return ExpertPlaces(tables.rank_S[slot_E].int(), tables.local_S[slot_E].int())
+    return ExpertAddresses(tables.rank_S[slot_E].int(), tables.local_S[slot_E].int())
 
 
 @lru_cache(maxsize=256)
-def places_on_nodes(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+def places_on_nodes(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertAddresses:
     """Returns every expert's node and its slot among those of all ranks; cached."""
     rank_E = places(expert_map, device).rank_E
-    return ExpertPlaces(rank_E // node_size, _slots(expert_map, device).int())
+    return ExpertAddresses(rank_E // node_size, _slots(expert_map, device).int())
 
 
 @lru_cache(maxsize=256)
-def places_in_node(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+def places_in_node(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertAddresses:
     """Returns every slot's rank within its node and its index on that rank; cached."""
     tables = expert_map.tables(device)
-    return ExpertPlaces((tables.rank_S % node_size).int(), tables.local_S.int())
+    return ExpertAddresses((tables.rank_S % node_size).int(), tables.local_S.int())
 
 
 def _slots(expert_map: ExpertMap, device: torch.device) -> Tensor:

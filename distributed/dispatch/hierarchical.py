@@ -27,7 +27,7 @@ from .alltoall import RowSharingDispatcher
 from .base import Setup
 from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
 from .exchange import AllGather
-from .expert_map import ExpertMap, ExpertPlaces, places, places_in_node, places_on_nodes
+from .expert_map import ExpertAddresses, ExpertMap, places, places_in_node, places_on_nodes
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         return exchange.start(x_UD, sizes, is_inner=True)
 
     def _exchange_sizes(
-        self, inter: DedupExchange, on_ranks: ExpertPlaces
+        self, inter: DedupExchange, on_ranks: ExpertAddresses
     ) -> tuple[ExchangeSizes, ExchangeSizes]:
         """Exchanges counts, packs the routes meanwhile, and reads the counts on the host.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..calls import (
     ROW_SLACK,
     Backend,
-    Into,
+    GradientBuffers,
     LinearCall,
     MLPCall,
     RowGradients,
@@ -74,7 +74,7 @@ class Brgemm(Backend):
         return _own(sum_to_targets(outputs, call), call), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`; the gate's gradient is h · (dy·Wᵀ)."""
         source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
@@ -119,7 +119,7 @@ class Brgemm(Backend):
         return _own(sum_to_targets(gated, call), call), saved
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Implements `Backend.linear_backward`; computes the gate's gradient on the narrow side."""
         x_UD, num_routes, (_, width_in, width_out) = call.x_UD, call.num_routes, call.w_EDO.shape

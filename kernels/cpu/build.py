@@ -143,14 +143,14 @@ def _compiler() -> list[str]:
 _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clang"))}
 
 
-class Lack(NamedTuple):
+class MissingTool(NamedTuple):
     """Names a missing tool, to follow "needs …", and gives advice, to follow "and …"."""
 
     need: str
     advice: str
 
 
-def lacking(device_type: str) -> Lack | None:
+def lacking(device_type: str) -> MissingTool | None:
     """Returns what is missing to compile code for a device type, or None.
 
     On CPUs torch generates C++. On GPUs Triton compiles a C module for the driver on first use
@@ -165,11 +165,11 @@ def lacking(device_type: str) -> Lack | None:
 @functools.cache
 def _lacking(
     device_type: str, usual: str, compiler: str | None, cpath: str | None, _path: str | None
-) -> Lack | None:
+) -> MissingTool | None:
     language, variable, known = _COMPILERS[device_type]
     names = known if compiler is None else (compiler,)
     if not any(shutil.which(name) for name in names):
-        return Lack(
+        return MissingTool(
             f"a {language} compiler on {device_type.upper()} devices",
             f"there is no {' and no '.join(map(repr, names))} here: install {known[0]}, or name "
             f"another in the environment variable {variable}",
@@ -177,7 +177,7 @@ def _lacking(
     # where compilers search for it, the usual folder first
     folders = [usual, *filter(None, (cpath or "").split(os.pathsep))]
     if not any((Path(folder) / "Python.h").is_file() for folder in folders):
-        return Lack(
+        return MissingTool(
             "the headers of Python",
             f"there is no {Path(usual) / 'Python.h'}: install them (python3-dev on Debian and "
             "Ubuntu), or name their folder in the environment variable CPATH",

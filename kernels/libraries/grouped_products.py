@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..calls import Backend, Into, LinearCall, MLPCall, RowGradients, SortedRoutes
+from ..calls import Backend, GradientBuffers, LinearCall, MLPCall, RowGradients, SortedRoutes
 from ..reference import hidden_and_pullback, hidden_in_place
 
 
@@ -80,7 +80,7 @@ class GroupedProducts(Backend):
         return ops.add_to_targets(outputs), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
@@ -121,7 +121,7 @@ class GroupedProducts(Backend):
         return ops.add_to_targets(saved[:num_routes] * gate), saved
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         """Implements `Backend.linear_backward`; computes the gate's gradient on the narrow side."""
         ops, num_routes = self.operators(call), call.num_routes

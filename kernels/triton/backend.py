@@ -21,7 +21,7 @@ from ..calls import (
     ROW_SLACK,
     Deferred,
     DeferringBackend,
-    Into,
+    GradientBuffers,
     LinearCall,
     MLPCall,
     RowGradients,
@@ -75,7 +75,7 @@ class TritonKernels(DeferringBackend):
         return _sum_to_targets(out_NO, call), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         found = self.mlp_backward_rows(call, grad_TO, saved)
         _mlp_weight_gradients([Deferred(call, grad_TO, saved, found.z_NW)], into)
@@ -132,7 +132,7 @@ class TritonKernels(DeferringBackend):
         return _sum_to_targets(out_NO, call), saved
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers
     ) -> RowGradients:
         found = self.linear_backward_rows(call, grad_TO, saved)
         _linear_weight_gradient([Deferred(call, grad_TO, saved)], into)
@@ -254,7 +254,7 @@ def _sum_parts(parts: Tensor, call: SortedRoutes) -> Tensor:
 
 
 def _mlp_weight_gradients(
-    calls: Sequence[Deferred[MLPCall]], into: Into | None
+    calls: Sequence[Deferred[MLPCall]], into: GradientBuffers | None
 ) -> tuple[Tensor, Tensor]:
     """Computes both gradients over all calls, summed in float32, and adds them to `into` if given."""
     first, up, down = calls[0].call, list[Operands](), list[Operands]()
@@ -272,7 +272,9 @@ def _mlp_weight_gradients(
     return w_up, w_down
 
 
-def _linear_weight_gradient(calls: Sequence[Deferred[LinearCall]], into: Into | None) -> Tensor:
+def _linear_weight_gradient(
+    calls: Sequence[Deferred[LinearCall]], into: GradientBuffers | None
+) -> Tensor:
     operands, w_EDO = list[Operands](), calls[0].call.w_EDO
     for each in calls:
         operands.append(Operands(aligned(each.call.x_UD), aligned(each.grad_TO), each.call))

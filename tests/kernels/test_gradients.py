@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_modes import Operations
 
 from moebius.kernels.calls import (
-    Into,
+    GradientBuffers,
     MLPCall,
 )
 from moebius.kernels.functional import routed_linear, routed_mlp
@@ -82,7 +82,7 @@ def test_all_calls_of_a_pass_add_to_one_buffer(bank: Bank, monkeypatch: pytest.M
     buffers = set()
     backward = Segments.mlp_backward
 
-    def watched(self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into):
+    def watched(self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: GradientBuffers):
         buffers.add(tuple(each.data_ptr() for each in into.weights))
         return backward(self, call, grad_TO, saved, into)
 

@@ -29,7 +29,7 @@ from moebius.train import evaluate as evaluation
 from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import step, train
 from moebius.train.loss import micro_batch_loss
-from moebius.train.metrics.spikes import StepJudge
+from moebius.train.metrics.spikes import SkipPolicy
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
 from moebius.train.run import Run
 
@@ -289,7 +289,7 @@ def test_a_run_goes_on_where_no_target_counts_and_logs_no_loss(tmp_path: Path, c
 
 
 def test_a_run_that_only_skips_ends_with_a_reason() -> None:
-    judge = StepJudge(None)
+    judge = SkipPolicy(None)
     why, _ = judge.why_skipped(1.0, 0, [])
     assert judge.why_skipped(1.0, 3, []) == judge.why_skipped(1.0, None, []) == (None, None)
     not_finite = judge.why_skipped(float("nan"), 0, [])

@@ -48,7 +48,7 @@ class Spike:
     in_a_row: int  # spikes since the last good step, this one included
 
 
-class StepJudge:
+class SkipPolicy:
     """Decides after every step's backward pass whether its update is skipped.
 
     Args:

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from moebius.kernels.calls import Deferred, Into, LinearCall, MLPCall  # noqa: E402
+from moebius.kernels.calls import Deferred, GradientBuffers, LinearCall, MLPCall  # noqa: E402
 from moebius.kernels.fused.norm import WIDEST  # noqa: E402
 from moebius.kernels.fused.router import MOST_EXPERTS  # noqa: E402
 from moebius.kernels.reference import columns_of  # noqa: E402
@@ -178,7 +178,7 @@ def call_mlp(
         found = KERNELS.mlp_backward_rows(call, grad_TO, saved)
         KERNELS.mlp_weight_gradients([Deferred(call, grad_TO, saved, found.z_NW)] * 2)
     else:
-        into = Into([call.w_up_EDW, call.w_down_EFO])
+        into = GradientBuffers([call.w_up_EDW, call.w_down_EFO])
         KERNELS.mlp_backward(call, grad_TO, saved, into)
 
 
@@ -188,7 +188,7 @@ def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
     w_EDO = new(experts, *widths)
     call = LinearCall(**make_routes(load), x_UD=new(tokens, widths[0]), w_EDO=w_EDO)
     _, saved = KERNELS.linear_forward(call)
-    KERNELS.linear_backward(call, new(tokens, widths[1]), saved, Into([w_EDO]))
+    KERNELS.linear_backward(call, new(tokens, widths[1]), saved, GradientBuffers([w_EDO]))
 
 
 def calls(loads: Sequence[str] = LOADS) -> Iterator[tuple[Callable[[], None], bool]]:

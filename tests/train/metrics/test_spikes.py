@@ -18,13 +18,13 @@ from world import RankFailed, run_ranks
 from moebius.train import loop
 from moebius.train import run as run_module
 from moebius.train.config.run_config import Config
-from moebius.train.metrics.spikes import NOT_FINITE, SPIKE, Spike, StepJudge
+from moebius.train.metrics.spikes import NOT_FINITE, SPIKE, SkipPolicy, Spike
 
 BATCH, STEPS = 8, 10
 POISON = range(5 * BATCH, 7 * BATCH)  # the samples of steps 6 and 7
 
 
-def judged(judge: StepJudge, loss: float, norm: float) -> Spike | None:
+def judged(judge: SkipPolicy, loss: float, norm: float) -> Spike | None:
     return judge.why_skipped(norm, None, [loss])[1]
 
 
@@ -38,9 +38,9 @@ def noisy(number: int, seed: int = 0) -> list[tuple[float, float]]:
 
 
 def test_neither_noise_nor_a_falling_loss_is_a_spike() -> None:
-    judge = StepJudge(8.0)
+    judge = SkipPolicy(8.0)
     assert not any(judged(judge, *values) for values in noisy(3000))
-    judge = StepJudge(8.0, window=16)
+    judge = SkipPolicy(8.0, window=16)
     assert not any(judged(judge, 10.0 * 0.9**step, 0.9**step) for step in range(1, 200))
 
 
@@ -48,7 +48,7 @@ def test_neither_noise_nor_a_falling_loss_is_a_spike() -> None:
 def test_a_large_loss_or_norm_is_one_and_does_not_raise_the_limits(
     spike: tuple[float, float],
 ) -> None:
-    judge = StepJudge(8.0, window=16)
+    judge = SkipPolicy(8.0, window=16)
     for values in noisy(40):
         assert judged(judge, *values) is None
     (why, first), second = judge.why_skipped(spike[1], None, [spike[0]]), judged(judge, *spike)
@@ -62,7 +62,7 @@ def test_a_large_loss_or_norm_is_one_and_does_not_raise_the_limits(
 
 def test_values_that_hardly_differ_are_not_held_to_their_own_noise() -> None:
     """8 deviations of at least 1 % for the loss, and 16 for the norm."""
-    judge = StepJudge(8.0, window=16)
+    judge = SkipPolicy(8.0, window=16)
     for _ in range(20):
         assert judged(judge, 2.0, 1.0) is None
     assert judged(judge, 2.15, 1.15) is None
@@ -71,7 +71,7 @@ def test_values_that_hardly_differ_are_not_held_to_their_own_noise() -> None:
 
 
 def test_a_step_needs_a_whole_window_to_be_judged() -> None:
-    judge = StepJudge(8.0, window=4)
+    judge = SkipPolicy(8.0, window=4)
     for loss in (3.0, 1e9, 3.0, 3.0):
         assert judged(judge, loss, 1.0) is None
     assert judged(judge, 1e10, 1.0) is not None
@@ -81,7 +81,7 @@ def test_a_step_needs_a_whole_window_to_be_judged() -> None:
 def test_a_resumed_run_judges_alike(stop: int) -> None:
     values = noisy(60, seed=stop)
     values[32] = values[33] = values[40] = (9.0, 9.0)
-    whole, first, second = (StepJudge(8.0, window=16) for _ in range(3))
+    whole, first, second = (SkipPolicy(8.0, window=16) for _ in range(3))
     expected = [judged(whole, *one) for one in values]
     found = [judged(first, *one) for one in values[:stop]]
     second.restore(json.loads(json.dumps(first.as_dict())))
@@ -130,7 +130,7 @@ def train(
         return replace(found, loss=found.loss * scale, cross_entropy=found.cross_entropy * scale)
 
     run_dir.mkdir(exist_ok=True)
-    run_module.StepJudge = partial(StepJudge, window=4)  # type: ignore[misc]
+    run_module.SkipPolicy = partial(SkipPolicy, window=4)  # type: ignore[misc]
     loop.step, loop.micro_batch_loss = step, loss
     return loop.train(config, run_dir)
 
