@@ -40,7 +40,7 @@ class CustomOp:
         self._opoverload, self.register_fake = self._op._opoverload, self._op.register_fake
         self._names = [argument.name for argument in self._opoverload._schema.arguments]
         self._mutated = [self._names.index(each) for each in mutates_args]
-        self._function: type[torch.autograd.Function] | None = None
+        self._with_gradients: Function = self._op
 
     def register_autograd(self, backward: Function, *, setup_context: Function) -> None:
         """Registers the operator's gradients, as `torch.library.CustomOpDef` does."""
@@ -53,7 +53,7 @@ class CustomOp:
             return output
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._function = type(self._op._name, (torch.autograd.Function,), members)
+        self._with_gradients = type(self._op._name, (torch.autograd.Function,), members).apply
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Calls the function, under autograd if an argument needs a gradient."""
@@ -65,7 +65,7 @@ class CustomOp:
         if needs_gradient is None:
             return self._op(*args)
         if needs_gradient and torch.is_grad_enabled():
-            return (self._op if self._function is None else self._function.apply)(*args)
+            return self._with_gradients(*args)
         for place in self._mutated:  # kernels write without torch's knowledge
             torch.autograd.graph.increment_version(args[place])
         return self._run(*args)

@@ -369,6 +369,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
 CORE_LINES = 68_300
+BRANCHES = 8  # of a forward pass
 TOP_FOLDERS, TOP_MODULES = 15, 3
 PRIVATE_NAMES = 6  # of torch and Ray
 
@@ -417,6 +418,28 @@ def private_names_of_others_are_few(sources: Sources) -> list[str]:
     return [f"{most}: {', '.join(sorted(names))}"] if len(names) > PRIVATE_NAMES else []
 
 
+def classes_have_a_name_of_their_own(sources: Sources) -> list[str]:
+    """An exported model's code (export/hf/*_moebius.py) has the names of the classes it repeats."""
+    found: dict[str, list[str]] = {}
+    for path, text in package(sources).items():
+        if not path.endswith("_moebius.py"):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
+
+
+def forward_passes_have_few_branches(sources: Sources) -> list[str]:
+    branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.BoolOp, ast.comprehension)
+    return [
+        f"{path}:{node.lineno}: {node.name} has {count} branches; at most {BRANCHES}"
+        for path, text in package(sources).items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name in ("forward", "__call__")
+        if (count := sum(isinstance(part, branches) for part in ast.walk(node))) > BRANCHES
+    ]
+
+
 RULES: list[Rule] = [
     heavy_libraries_are_not_imported_by_call,
     satellites_use_the_public_surface,
@@ -431,6 +454,8 @@ RULES: list[Rule] = [
     the_core_is_small,
     the_top_is_small,
     private_names_of_others_are_few,
+    classes_have_a_name_of_their_own,
+    forward_passes_have_few_branches,
 ]
 
 
@@ -462,6 +487,8 @@ SOUND: Sources = {
 }
 # fmt: off
 FAULTS: list[tuple[Rule, Sources, str]] = [
+    (classes_have_a_name_of_their_own, {"model/a.py": "class Key: ...", "kernels/b.py": "class Key: ..."}, r"^Key: "),
+    (forward_passes_have_few_branches, {"model/a.py": "def forward(x):\n" + "    if x: x = 1\n" * 9}, r"a.py:1: forward has 9"),
     (heavy_libraries_are_not_imported_by_call, {"cli/main.py": "import_module('ray')"}, r"cli/main.py: ray is imported"),
     (satellites_use_the_public_surface, {"satellites/dashboard/a.py": "from moebius.train import loop"}, r"dashboard imports"),
     (satellites_use_the_public_surface, {"satellites/conform/a.py": "import moebius"}, r"conform imports moebius"),
