@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from moebius.evaluation.tasks.hub import BLIMP_PHENOMENA
+from moebius.evaluation.tasks.table import TASKS
 
 Record = Mapping[str, Any]
 _TEXTS = ["a stone", "a gate", "the sea", "rain"]
@@ -92,6 +93,21 @@ _SETS: dict[str, dict[str, Sequence[Record]]] = {
 def hub_repositories() -> dict[str, dict[str, bytes]]:
     """Returns all files of the sets, for the fake hub."""
     return {f"datasets/{name}": _repository(splits) for name, splits in _SETS.items()}
+
+
+def task_files() -> dict[str, list[Record]]:
+    """Returns the records of each task's file, converted from the sets."""
+    files: dict[str, list[Record]] = {}
+    for name, task in TASKS.items():
+        if (hub := task.hub) is None:
+            continue
+        for configuration in hub.configurations or ("",):
+            folders = (configuration,) if configuration else ("data", "default")
+            for folder in folders:
+                records = _SETS[hub.repository].get(f"{folder}/{hub.split}", ())
+                converted = (hub.convert(dict(each), configuration) for each in records)
+                files.setdefault(name, []).extend(converted)
+    return files
 
 
 def _repository(splits: Mapping[str, Sequence[Record]]) -> dict[str, bytes]:

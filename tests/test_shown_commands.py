@@ -21,6 +21,7 @@ import pytest
 import torch
 from chat_folder import folder_of
 from fake_hub import COMMIT
+from hub_sets import task_files
 from safetensors.torch import load_file, save_file
 from small_corpus import sentencepiece_model, sentences
 from test_docs import ROOT, blocks, documents
@@ -37,7 +38,6 @@ from moebius.train.config.run_config import Config, JobConfig
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import StepResult
 from tests.cluster.pretended import OK, PretendedNode
-from tests.evaluation.test_hub_tasks import EXPECTED
 from tests.export.test_published import released
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -203,7 +203,7 @@ def put_things_into(folder: Path) -> None:
     chats = [{"question": text, "answer": text} for text in sentences(3, 40)]
     write_lines(folder / "chats.jsonl", chats)
     (folder / "eval").mkdir()
-    for name, records in {**EXPECTED, "set": [{"text": " ".join(map(str, range(20)))}]}.items():
+    for name, records in {**task_files(), "set": [{"text": " ".join(map(str, range(20)))}]}.items():
         write_lines(folder / "eval" / f"{name}.jsonl", records)
     (folder / "c4.model").write_bytes(sentencepiece_model(sentences(4, 100), vocab_size=300))
     weights = released(Transformer(small(RECIPES["moeut_244m"])().model))
