@@ -110,6 +110,19 @@ class DecontaminateConfig(BaseModel):
 _REPEATED_IN_SOURCES = {"input", "validation_input", *RecordFields.model_fields}
 
 
+# Keys in the headers of 0.2, with the value that means what is always done now.
+_OLD_KEYS = {"tokenizer_sample_bytes": 2**25, "source_field": "source"}
+
+
+def _without_old_keys(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns the specification of a folder, of 0.2 too, with the keys of today."""
+
+    def kept(section: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in section.items() if _OLD_KEYS.get(key, ...) != value}
+
+    return kept(spec) | {"sources": [kept(source) for source in spec.get("sources", ())]}
+
+
 class PrepareConfig(RecordFields):
     """Configures how a folder is prepared: sources, tokenizer, and what is dropped.
 
@@ -263,7 +276,7 @@ class PrepareConfig(RecordFields):
     def of_folder(cls, header: "Header") -> Self | None:
         """Returns a prepared folder's configuration; None if its header does not record all of it."""
         licences = {source.name: source.licence for source in header.sources}
-        values = {"vocab_size": header.tokenizer.vocab_size} | header.spec
+        values = {"vocab_size": header.tokenizer.vocab_size} | _without_old_keys(header.spec)
         if licences == {DEFAULT_SOURCE: ""}:
             for source in values.pop("sources", ()):
                 values |= {key: value for key, value in source.items() if key != "name"}
@@ -277,9 +290,15 @@ class PrepareConfig(RecordFields):
                 found = cls.model_validate({"chat_template": chat_template} | values)
             except ValidationError:
                 return None
-            if found.spec_hash == header.spec_hash:
+            if found.describes(header):
                 return found
         return None
+
+    def describes(self, header: "Header") -> bool:
+        """Returns whether this configuration would prepare a folder's bytes."""
+        if header.spec_hash == self.spec_hash:
+            return True
+        return _without_old_keys(header.spec) == self.spec
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:

@@ -216,6 +216,9 @@ class GradientBuffers:
     are_new: bool = False
 
 
+Into = GradientBuffers  # its former name, which backends of users may import
+
+
 @dataclass(frozen=True)
 class RowGradients:
     """Gradients of a call's rows, gate weights (in route order) and biases.

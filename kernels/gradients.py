@@ -10,8 +10,8 @@ Tensors that all calls derive from a weight are made once per pass, too (`once_p
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -100,12 +100,14 @@ _number = itertools.count(1)
 _sums: weakref.WeakValueDictionary[int, GradientSum] = weakref.WeakValueDictionary()
 
 
-def accumulate_weight_gradients() -> AbstractContextManager[None]:
+@contextmanager
+def accumulate_weight_gradients() -> Iterator[None]:
     """Makes the calls of a forward pass sum their weights' gradients; no weight may change meanwhile.
 
     Contexts nest: the inner one has its own sums.
     """
-    return sharing(made={})
+    with sharing(made={}):
+        yield
 
 
 def shared_weights(*weights: Tensor, defer: bool, joins: bool = False) -> tuple[Sums, int]:

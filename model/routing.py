@@ -151,6 +151,7 @@ def routes_by_rule(
     weight_N: Tensor,
     *,
     num_experts: int,
+    num_targets: int | None = None,
     per_source: int,
     per_target: int,
     per_expert: int = 0,
@@ -158,7 +159,8 @@ def routes_by_rule(
 ) -> Routes:
     """Returns routes in which route n reads row n // per_source and adds to row n // per_target.
 
-    The rules are positive and divide N. The rows are listed on first read.
+    The rules are positive and divide N, and N / per_target is `num_targets`. The rows are listed on
+    first read.
     """
     rows: tuple[Any, Any] = (None, None)
     kind: type[Routes] = _RuledRoutes
@@ -171,7 +173,7 @@ def routes_by_rule(
         weight_N,
         rows[1],
         num_experts,
-        len(expert_N) // per_target,
+        len(expert_N) // per_target if num_targets is None else num_targets,
         per_source,
         per_target,
         per_expert=per_expert,

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def dropped(manifest: DatasetManifest) -> dict[str, int]:
 def planned(*inputs: object, **options: Any) -> list[Callable[[], list[Document]]]:
     """Plans the only source of a `PrepareConfig`; returns a function for each split, which reads it."""
     config = PrepareConfig(input=tuple(map(str, inputs)), **options)
-    (source,), faults = config.all_sources, config.encoding_faults
+    (source,), faults = config.all_sources, cast("Any", config.encoding_faults)
     return [
         lambda split=split: list(read_documents(split, source, encoding_faults=faults))
         for split in plan_splits(config)

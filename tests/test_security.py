@@ -12,7 +12,9 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ from moebius.train.families.mixtral import MIXTRAL
 from moebius.train.families.table import open_family
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
+from moebius.train.record import run_folder
 from moebius.train.record.run_folder import checkpoint_config, open_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,6 +247,18 @@ def of_run(place: Path, key: str, value: Any) -> None:
         preparing.prepare(config.prepare, place / "data")
 
 
+def of_trunk(place: Path, key: str, value: Any) -> None:
+    """Goes on with a run that says it branched off from a checkpoint."""
+    folder = place / "runs" / "foreign"
+    values = json.loads(written(folder, **{key: value}).read_text())
+    source = Source(kind="branch", given="x", path=str(folder / "checkpoints" / "2"), digest="x")
+    (folder / "source.json").write_text(source.as_text())
+    (folder / "metrics.jsonl").write_text('{"kind": "train"}\n')
+    meta = SimpleNamespace(meta={"config": values, "progress": {"step": 2}}, step=2)
+    with mock.patch.object(run_folder, "read_meta", return_value=meta):
+        run_folder.steps_before(folder, None)
+
+
 def of_data(place: Path, key: str, value: Any) -> None:
     """Trains on prepared data whose header has other values of `prepare`."""
     asked = PrepareConfig(tokenizer="bytes").model_dump() | {key: value}
@@ -287,6 +302,7 @@ OPENED: list[tuple[Callable[[Path, str, Any], None], str, Callable[[str], Any]]]
     (of_source, "family", lambda name: f"{name}:FAMILY"),
     (of_toml, "recipe", lambda name: f"{name}:text"),
     (of_toml, "model.norm_layer", lambda name: f"{name}:Norm"),
+    (of_trunk, f"{ROUTER}__kind", lambda name: f"{name}:Router"),
     (of_data, "input", lambda name: [f"python:{name}:text?language=en"]),
     (of_data, "filters", lambda name: [f"{name}:number"]),
     (of_data, "tokenizer", lambda name: f"python:{name}:text"),

@@ -253,7 +253,7 @@ def resume(run: Run) -> Resumed | None:
     own = run.checkpoints.newest_whole()
     if (found := own or load_start(run.run_dir, *model_tensors(run.model), run.mesh)) is None:
         return None
-    saved = settings_of(found.meta.meta)
+    saved = settings_of(found.path, found.meta.meta)
     if own is None:
         check_branch(saved, run.config, str(run.run_dir), trunk=found.path)
     elif (run.run_dir / "config.json").exists():  # a run continues only with its own settings

@@ -60,7 +60,7 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
     if not is_prepared(folder):
         return None
     manifest = read_manifest(folder)
-    if manifest.header.spec_hash != config.spec_hash:
+    if not config.describes(manifest.header):
         difference = _difference(manifest.header.spec, config.spec)
         raise PrepareError(f"{folder} holds data prepared in another way ({difference}): {_ELSE}")
     return manifest if manifest.complete else None
@@ -324,8 +324,8 @@ def _start_over(folder: Path) -> None:
 
 def _remove(*paths: Path) -> None:
     for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 

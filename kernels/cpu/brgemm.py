@@ -29,8 +29,8 @@ from ..calls import (
 )
 from ..permute import sum_to_sources, sum_to_targets
 from ..reference import GATES
-from .library import AVX2, AVX512, BFLOAT16, HEADER, cpu_flags, is_x86, library, workspace
-from .library import call as call_library
+from .build import LoadedLibrary
+from .library import AVX2, AVX512, BFLOAT16, HEADER, cpu_flags, is_x86, products, workspace
 
 # largest relative error of an exact float32 product; rounded operands give about 2e-3
 EXACT = 1e-5
@@ -241,7 +241,7 @@ def _call(name: str, like: Tensor, *arguments: Tensor | int | None) -> None:
     """
     prepare()
     dtype = str(like.dtype).removeprefix("torch.")
-    if call_library(f"{name}_{dtype}", *arguments, torch.get_num_threads()):
+    if _loaded().call(f"{name}_{dtype}", *arguments, torch.get_num_threads()):
         raise RuntimeError(
             f"torch has no micro-kernel for a product in {dtype} here; is oneDNN switched off "
             "(torch.backends.mkldnn)? Leave it on, or set kernels.backend=segments"
@@ -293,8 +293,16 @@ def reason_against(dtype: torch.dtype) -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this torch is built without oneDNN"
     if not HEADER.exists() or "brgemm_release" not in HEADER.read_text():
-        return f"torch {torch.__version__} lacks at::native::cpublas::brgemm, which 2.13 has"
-    return library().reason_against()
+        return (
+            f"torch {torch.__version__} lacks at::native::cpublas::brgemm in {HEADER}, where the wheel "
+            "of 2.13 has it"
+        )
+    return products().reason_against()
+
+
+@functools.cache
+def _loaded() -> LoadedLibrary:
+    return products().load()
 
 
 @functools.cache
@@ -305,7 +313,7 @@ def prepare() -> None:
         ValueError: compilation failed (with the compiler's output), or a trial shows that this CPU
             rounds float32 operands.
     """
-    library().load()
+    _loaded()
     if not (error := relative_error()) < EXACT:
         raise ValueError(
             f"float32 products of torch's micro-kernels have a relative error of {error:.1e} on this CPU, "
@@ -320,7 +328,7 @@ def relative_error() -> float:
     b, out = torch.randn(1, 412, 128, generator=generator), torch.empty(77, 128)
     starts = torch.tensor([0, len(a)], dtype=torch.int32)
     no_epilogue: list[Tensor | int | None] = [0, 0, None, None, None, None, None, 0, None]
-    status = call_library(
+    status = _loaded().call(
         "rows_times_bank_float32",
         *(a, 412, None, b, 412, 128, False, starts, 1, *no_epilogue, out, 1),
     )

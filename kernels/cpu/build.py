@@ -36,12 +36,14 @@ class CppLibrary:
         sources: source files.
         flags: compiler flags, without -march=native because machines may share the folder.
         otherwise: what works without the library; ends a sentence of its errors.
+        links: flags that find headers and libraries; they do not change the library.
     """
 
     name: str
     sources: Sequence[Path]
     flags: Sequence[str]
     otherwise: str
+    links: Sequence[str] = ()
 
     @property
     def file(self) -> Path:
@@ -99,7 +101,7 @@ class CppLibrary:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 built = Path(folder) / path.name
                 command = [*_compiler(), "-shared", "-fPIC", *map(str, self.sources)]
-                command += [*self.flags, "-o", str(built)]  # libraries come after what needs them
+                command += [*self.flags, *self.links, "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True)
                 os.replace(built, path)
 

@@ -1,12 +1,13 @@
-"""The C++ library of the CPU kernels, compiled on first use.
+"""The C++ libraries of the CPU kernels, compiled on first use.
 
     lists.cpp   lists of routes: sums, sorting, counting and packing for an exchange
     scores.cpp  a router's scores: top-k, and sums of softmaxes
-    brgemm.cpp  grouped products, on x86-64 with AVX2
+    brgemm.cpp  grouped products, on x86-64 with AVX2: a library of its own, because it needs a torch
+                with the header of its micro-kernels
 
 Without a compiler, torch operations compute the same results in more passes (`segments` replaces
-brgemm.cpp). On x86-64 the library is compiled for AVX2, or for AVX-512 if the CPU has it. Multiplies
-and adds are never contracted, so all processors give the same bits.
+brgemm.cpp). On x86-64 they are compiled for AVX2, or for AVX-512 if the CPU has it. Multiplies and
+adds are never contracted, so all processors give the same bits.
 """
 
 import functools
@@ -16,6 +17,7 @@ import platform
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,18 +41,29 @@ _FLAGS = (
 
 
 def library() -> CppLibrary:
-    """Returns the library for this CPU's instruction sets; machines may share the cache folder."""
-    sources, flags = ["lists.cpp", "scores.cpp"], list(_FLAGS)
+    """Returns the library of lists and scores for this CPU's instruction sets."""
+    return _library("moebius_kernels", "lists.cpp", "scores.cpp")
+
+
+def products() -> CppLibrary:
+    """Returns the library of products for this CPU's instruction sets and this torch."""
+    found = _library("moebius_products", "brgemm.cpp")
+    return replace(
+        found,
+        flags=(*found.flags, f"-DMOEBIUS_TORCH={torch.__version__}"),  # another torch compiles anew
+        links=(f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"),
+    )
+
+
+def _library(name: str, *sources: str) -> CppLibrary:
+    flags = list(_FLAGS)
     if is_x86() and cpu_flags() >= AVX2:
-        sources.append("brgemm.cpp")
         level = AVX512 if cpu_flags() >= AVX512 else AVX2
-        flags += [f"-m{name}" for name in sorted(level)]
+        flags += [f"-m{each}" for each in sorted(level)]
         flags += ["-mprefer-vector-width=512"] if level is AVX512 else []
-        flags += [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-        flags += [f"-DMOEBIUS_TORCH={torch.__version__}"]  # another torch compiles anew
     return CppLibrary(
-        name="moebius_kernels",
-        sources=[Path(__file__).with_name(name) for name in sources],
+        name=name,
+        sources=[Path(__file__).with_name(source) for source in sources],
         flags=flags,
         otherwise="torch operations do the same, slower (kernels.backend=segments)",
     )

@@ -36,37 +36,38 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class Injection(nn.Module):
-    """Combines the state with the injected input at the start of a loop; this one injects nothing.
+    """Combines the state with the injected input at the start of a loop; this one adds them.
 
     Work on e alone is done once per pass, in `prepare`.
     """
 
-    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
+    def __init__(
+        self, config: ModelConfig | None = None, initializers: Initializers | None = None
+    ) -> None:
         super().__init__()
 
     def prepare(self, e_BSD: Tensor) -> Tensor | None:
         """Returns what every loop reads of e, (B, S, D); None: nothing."""
-        return None
+        return e_BSD
 
     def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
         """Returns the state (B, S, D) that a loop starts from; e comes from `prepare`."""
-        return s_BSD
+        return s_BSD + e_BSD
 
     def finish(self, s_BSD: Tensor) -> Tensor:
         """Maps the state after the last loop to what the coda reads, (B, S, D)."""
         return s_BSD
 
 
-class AddedInjection(Injection):
-    """Adds e to the state."""
+class NoInjection(Injection):
+    """Leaves the state as it is."""
 
-    def prepare(self, e_BSD: Tensor) -> Tensor:
-        """Returns e itself."""
-        return e_BSD
+    def prepare(self, e_BSD: Tensor) -> None:
+        """Returns nothing, so that no loop keeps e."""
 
     def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
-        """Returns s + e."""
-        return s_BSD + e_BSD
+        """Returns the state."""
+        return s_BSD
 
 
 class LinearInjection(Injection):
@@ -120,8 +121,8 @@ class DecayInjection(Injection):
 
 
 INJECTIONS = {
-    "none": Injection,
-    "add": AddedInjection,
+    "none": NoInjection,
+    "add": Injection,
     "linear": LinearInjection,
     "decay": DecayInjection,
 }

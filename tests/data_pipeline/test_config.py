@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+from made_folder import header_of, source_entry
+
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
 
@@ -63,3 +66,12 @@ def test_an_embedding_needs_as_many_ids_as_the_tokenizer_may_have() -> None:
 def test_a_configuration_saved_with_a_policy_for_damage_remains_valid() -> None:
     values = {"seq_len": 32, "when_corrupt": "refetch", "max_skipped_batches": 3}
     assert DataConfig.model_validate(values) == DataConfig(seq_len=32)
+
+
+@pytest.mark.parametrize(("bytes_of_a_sample", "is_same"), [(2**25, True), (2**20, False)])
+def test_a_folder_of_0_2_is_prepared_alike(bytes_of_a_sample: int, is_same: bool) -> None:
+    config = PrepareConfig(vocab_size=300)
+    spec = config.spec | {"tokenizer_sample_bytes": bytes_of_a_sample, "source_field": "source"}
+    spec["sources"] = [source | {"source_field": "source"} for source in config.spec["sources"]]
+    header = header_of([source_entry("default")], spec=spec, segment_tokens=1, batch_tokens=1)
+    assert config.describes(header) == is_same

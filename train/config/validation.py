@@ -31,7 +31,10 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
     Raises:
         ConfigError: the values are invalid; it lists the first ten problems.
     """
-    values = copy.deepcopy(values)
+    try:
+        values = copy.deepcopy(values)
+    except RecursionError:
+        raise ConfigError(f"{origin}: the configuration is nested too deeply") from None
     problems = [*drop_removed(values)]
     try:
         built = kind.model_validate(values)

@@ -259,7 +259,7 @@ def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule
     if source is None or source.kind != "branch":
         return 0, None
     meta = read_meta(Path(source.path))
-    trunk = validated(Config, meta.meta["config"], origin=source.given)
+    trunk = checkpoint_config(Path(source.path), meta.meta)
     return meta.step, trunk.optim.over(trunk.train.steps)
 
 
@@ -347,9 +347,10 @@ def check_branch(
         )
 
 
-def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a run that goes on from a checkpoint must keep; the loader compares the data."""
-    settings = meta["config"] | {"data": {}, "prepare": {}}
+    config = checkpoint_config(checkpoint, meta)  # with the keys of today
+    settings = config.model_dump(mode="json") | {"data": {}, "prepare": {}}
     # imported weights have no settings yet
     return settings if meta["progress"]["step"] else {"model": settings["model"]}
 

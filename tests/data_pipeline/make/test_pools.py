@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from poison import keep_what_does_no_harm
@@ -75,7 +76,8 @@ def test_a_pool_tells_how_each_task_ended_and_leaves_nothing_behind():
     with LocalPool(3) as pool:
         numbers = {pool.submit(keep_what_does_no_harm, f"POISON {word}"): word for word in _ENDS}
         found = dict(pool.wait() for _ in numbers)
-        for function, item in ((_fail, "x"), (_double, 4), (_process, 0)):
+        asked: list[tuple[Any, Any]] = [(_fail, "x"), (_double, 4), (_process, 0)]
+        for function, item in asked:
             numbers[pool.submit(function, item)] = function.__name__
         found |= dict(pool.wait() for _ in range(3))
         outcomes = {numbers[number]: outcome for number, outcome in found.items()}

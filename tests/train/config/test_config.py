@@ -1,5 +1,6 @@
 """Configurations: recipes, TOML, overrides, and one clear error per mistake."""
 
+import copy
 import json
 import math
 import os
@@ -7,15 +8,15 @@ import re
 import sys
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.config.suggestions import REMOVED
+from moebius.train.config.suggestions import REMOVED, drop_removed
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.record.run_folder import check_same_run, open_run, place_data
+from moebius.train.record.run_folder import check_same_run, open_run, place_data, settings_of
 
 
 def make(*overrides: str, name: str = "smoke") -> Config:
@@ -225,12 +226,26 @@ def test_only_a_regular_file_of_bounded_size_is_a_configuration(name: str, tmp_p
 
 
 def test_configurations_of_0_2_load_without_the_keys_that_are_gone(tmp_path: Path) -> None:
-    config = resolve("moeut", ["prepare.sources=[{name='a', input=['embedded']}]"], RECIPES)
+    config = resolve(
+        "moeut",
+        ["train.start_when=99", "prepare.sources=[{name='a', input=['embedded']}]"],
+        RECIPES,
+    )
     saved = config.model_dump(mode="json")
     for path, value in REMOVED.items():
         *sections, name = path.split(".")
-        place = reduce(lambda found, key: found[key], sections, saved)
-        (place[0] if isinstance(place, list) else place)[name] = value
+        place = reduce(lambda found, key: found[key], sections, cast("Any", saved))
+        if isinstance(place, list | dict):  # the number of tokens that start a run was a section
+            (place[0] if isinstance(place, list) else place)[name] = value
+    saved["train"]["start_when"] = {"segments": None, "tokens": 99}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(saved))
     assert Config.load(file) == config
+    check_same_run(settings_of(file, {"config": saved, "progress": {"step": 2}}), config, file)
+
+
+def test_a_part_of_ones_own_has_keys_of_its_own() -> None:
+    values = {"model": {"attention": {"kind": "mine:Attention", "expert_dropout": 0.0}}}
+    before = copy.deepcopy(values)
+    assert not [*drop_removed(values)]
+    assert values == before
