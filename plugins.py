@@ -68,6 +68,12 @@ def is_function(found: Any) -> bool:
     return callable(found) and not isinstance(found, type)
 
 
+def a_kind(found: Any) -> str:
+    """Returns "an int" or "a str" for what a user's own function returned."""
+    name = type(found).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known word closest to `word`; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)

@@ -24,6 +24,7 @@ from ...distributed.layout import (
     MeshConfig,
     check_experts,
     legal_values,
+    one_of,
     plan_layout,
 )
 from ...kernels.backend import KernelConfig
@@ -307,13 +308,13 @@ class Config(BaseModel):
             )[1:]
             raise ConfigError(
                 f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: '
-                f"set mesh.dp_shard to one of {sizes} (mesh.dp_replicate=none fills the world), or "
+                f"set mesh.dp_shard to {one_of(sizes)} (mesh.dp_replicate=none fills the world), or "
                 'use mesh.sharding="none"'
             )
         if self.mesh.rebalance_every and layout.ep == 1:
             sizes = legal_values(self.mesh, world_size, "ep")[1:]
             instead = (
-                f", or mesh.ep to one of {sizes}"
+                f", or mesh.ep to {one_of(sizes)}"
                 if sizes
                 else f" (a world of {world_size} allows no other mesh.ep)"
             )
@@ -345,8 +346,8 @@ class Config(BaseModel):
         keys = f"job.num_nodes=1 job.ranks_per_node={needed}"
         if not rest:
             keys = f"job.ranks_per_node={per_node}"
-        multiple = " or a multiple" if self.mesh.dp_replicate is None else ""
-        return f". {needed} ranks{multiple} fit: set {keys}"
+        is_said = self.mesh.dp_replicate is not None
+        return f" ({keys})" if is_said else f", or start {needed} ranks or a multiple ({keys})"
 
     @checked
     def save(self, path: str | PathLike[str]) -> None:
