@@ -69,7 +69,7 @@ def is_function(found: Any) -> bool:
 
 
 def a_kind(found: Any) -> str:
-    """Returns "an int" or "a str" for what a user's own function returned."""
+    """Returns the type of an object in words: "an int" or "a str"."""
     name = type(found).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
@@ -202,9 +202,7 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
     if inspect.isroutine(found) or isinstance(found, type):
         _refuse_installed(path, getattr(found, "__module__", None) or "builtins", where)
     if not fits(found):
-        raise PluginError(
-            f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
-        )
+        raise PluginError(f"{where}: {path} is {a_kind(found)} ({found!r:.60}): it must be {wants}")
     return found
 
 

@@ -33,7 +33,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import distrust
+from ...plugins import a_kind, distrust
 from ..optim import OPTIMIZER, OptimConfig
 from .arguments import checked
 from .errors import ConfigError
@@ -270,7 +270,7 @@ class Config(BaseModel):
         for name, kind in type(self).model_fields.items():
             if not isinstance(getattr(copy, name), type(kind.default)):
                 raise ConfigError(
-                    f"{name}: model_copy replaces whole sections, here a {type(kind.default).__name__}; "
+                    f"{name}: model_copy replaces whole sections, here {a_kind(kind.default)}; "
                     f'to change single keys, call moebius.recipe(config, "{name}.KEY=VALUE")'
                 )
         validated(type(self), copy.model_dump(mode="json"), origin="Config.model_copy")
