@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from ..plugins import a_kind
-
 TEMPORARY = ".tmp-"
 MAX_BYTES = 64 << 20
 """The largest configuration, tokenizer or index that is read; the largest published one has 35 MB."""
@@ -71,7 +69,7 @@ def json_object(
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not JSON: {fault(error)}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{name}: is {a_kind(values)}, not a JSON object")
+        raise ValueError(f"{name}: is a {type(values).__name__}, not a JSON object")
     return values
 
 

@@ -23,16 +23,7 @@ from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...data_pipeline.words import is_published, is_run, run_and_step, runs_near, some_of
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import (
-    PluginError,
-    a_kind,
-    check_call,
-    distrust,
-    import_own,
-    is_own,
-    nearest,
-    trust,
-)
+from ...plugins import PluginError, a_kind, check_call, distrust, import_own, is_own, nearest, trust
 from .errors import ConfigError
 from .keys import KINDS, known_keys, toml_value
 from .run_config import Config
