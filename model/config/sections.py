@@ -24,11 +24,12 @@ _WANTED = {  # by the first word of a pydantic error's type
     "dict": "a table",
     "model": "a section",
 }
-_CONSTRAINTS = {  # by a pydantic error's type
+CONSTRAINTS = {  # on values of the right type, by a pydantic error's type
     "finite_number": "must be finite",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must consist of the characters {1} and begin with one of {0}",
 }
 
 
@@ -140,19 +141,13 @@ def _joined(messages: Iterable[str]) -> Iterator[str]:
         yield place + what
 
 
-def is_constraint(entry: Any) -> bool:
-    """Returns whether a pydantic error is about a value of the right type."""
-    return entry["type"] in _CONSTRAINTS or entry["type"] == "string_pattern_mismatch"
-
-
 def plain_message(entry: Any) -> str:
     """Returns the message of a pydantic error without the names of Python's types."""
-    if entry["type"] in _CONSTRAINTS:
-        return _CONSTRAINTS[entry["type"]].format(**entry.get("ctx", {}))
-    if entry["type"] == "string_pattern_mismatch":
-        first, characters = re.findall(r"\[(.+?)\]", entry["ctx"]["pattern"])
-        kinds = [" ".join(re.findall(r"\w-\w|.", each)) for each in (characters, first)]
-        return "must consist of the characters {} and begin with one of {}".format(*kinds)
+    if entry["type"] in CONSTRAINTS:
+        known = entry.get("ctx", {})
+        sets = re.findall(r"\[(.+?)\]", str(known.get("pattern")))
+        spaced = (" ".join(re.findall(r"\w-\w|.", each)) for each in sets)
+        return CONSTRAINTS[entry["type"]].format(*spaced, **known)
     kind, _, what = entry["type"].partition("_")
     if kind in _WANTED and what in ("type", "parsing", "from_float", "parsing_size"):
         return f"must be {_WANTED[kind]}"

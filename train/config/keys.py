@@ -176,7 +176,7 @@ def _limits(metadata: Any) -> str:
     found = dict(_named_limits(metadata))
     if len(found) < 2:
         return "".join(f"{_LIMITS[name]} {limit}" for name, limit in found.items())
-    text = "".join(f"{_BETWEEN[name]}{limit}" for name, limit in found.items())
+    text = "".join(f"{word}{found[name]}" for name, word in _BETWEEN.items() if name in found)
     return text if "ge" in found else text.replace(" to ", ", at most ")
 
 

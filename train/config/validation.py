@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ...data_pipeline.words import some_of
-from ...model.config.sections import is_constraint, plain_message
+from ...model.config.sections import CONSTRAINTS, plain_message
 from ...plugins import nearest
 from ..record.redaction import secret_places
 from .errors import ConfigError
@@ -70,16 +70,12 @@ def _explain(entry: Any, kind: type[BaseModel]) -> str:
     if entry["type"] != "value_error" and (key := _key_at(loc, kind)):
         is_section = False
         where = key.path
-        if is_constraint(entry):
-            message = f"each name {message}" if is_name else message
-        else:
+        may_be_empty = key.type.startswith("list") and key.default_text != "required"
+        if entry["type"] not in CONSTRAINTS:
             message = f"must be {key.wanted}"
-            if (
-                entry["input"] is None
-                and key.type.startswith("list")
-                and key.default_text != "required"
-            ):
-                message += "; [] for none"
+            message += "; [] for none" if may_be_empty and entry["input"] is None else ""
+        elif is_name:
+            message = f"each name {message}"
     given = "" if is_section else f" (given: {entry['input']!r:.200})"
     if entry["type"].endswith("_parsing") and "," in str(entry["input"]):
         message += "; digits are grouped by underscores, as in 10_000_000"
@@ -99,7 +95,8 @@ def _key_at(place: tuple[int | str, ...], kind: type[BaseModel]) -> Key | None:
             shown, wanted = place[: end + 1], wanted.removeprefix("table of ")
         elif any(isinstance(part, int) for part in shown):
             example = example.removeprefix(f"{key.section}.")
-        return replace(key, path=".".join(map(str, shown)), type=wanted, example=example)
+        path = ".".join(f"{part!s:.200}" for part in shown)
+        return replace(key, path=path, type=wanted, example=example)
     return None
 
 
