@@ -76,7 +76,10 @@ _READ_RUN_FOLDERS = ("RunHistory", "find_runs", "history", "status", "stop")
 def __getattr__(name: str) -> Any:
     """Imports a name of `__all__` when it is first used."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .plugins import nearest
+
+        meant = nearest(name, [*__all__, "train"]).replace(" train?", " fit?")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
     if name in _READ_RUN_FOLDERS:
         from .cluster.report import run_records as module
     else:

@@ -68,6 +68,12 @@ def is_function(found: Any) -> bool:
     return callable(found) and not isinstance(found, type)
 
 
+def a_kind(found: Any) -> str:
+    """Returns the type of an object in words: "an int" or "a str"."""
+    name = type(found).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known word closest to `word`; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
@@ -196,9 +202,7 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
     if inspect.isroutine(found) or isinstance(found, type):
         _refuse_installed(path, getattr(found, "__module__", None) or "builtins", where)
     if not fits(found):
-        raise PluginError(
-            f"{where}: {path} is a {type(found).__name__} ({found!r:.60}): it must be {wants}"
-        )
+        raise PluginError(f"{where}: {path} is {a_kind(found)} ({found!r:.60}): it must be {wants}")
     return found
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..data_pipeline.words import some_of
 from ..plugins import nearest
 from ..train.config.arguments import bad_path
 from ..train.record.process_log import print_in_any_encoding
@@ -205,8 +206,9 @@ def parse(
         return options
     are_overrides = all("=" in word and not word.startswith("-") for word in rest)
     if "overrides" not in options or not are_overrides:
-        hint = _hint_for(rest) if "overrides" in options else ""
-        _chosen(parser, words).error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        chosen = _chosen(parser, words)
+        hint = _hint_for(rest) if "overrides" in options else _options_of(chosen)
+        chosen.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     options.overrides = [*options.overrides, *rest]
     return options
 
@@ -229,6 +231,13 @@ def _chosen(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.A
             break
         parser = groups[0].choices.get(word, parser)
     return parser
+
+
+def _options_of(chosen: argparse.ArgumentParser) -> str:
+    """Lists the options of a command that takes no keys."""
+    names = [max(each.option_strings, key=len, default="--help") for each in chosen._actions]
+    known = [name for name in names if name != "--help"]
+    return f"; it takes {some_of(known) if known else 'no options'}"
 
 
 def _hint_for(rest: Sequence[str]) -> str:

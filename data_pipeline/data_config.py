@@ -15,9 +15,6 @@ FORMAT_VERSION = 3
 MAX_DOCUMENT_BYTES = 2**27
 """Longer documents are dropped, which bounds the memory of a record batch."""
 
-SOURCE_NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"
-"""The pattern of a source's name, which is the prefix of its shards' names."""
-
 
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
@@ -30,7 +27,8 @@ MAY_CHANGE = "a continued run may change it"
 """Marks the keys and sections that decide where a run computes, how long, and what it reports; all
 others decide what it computes."""
 
-SourceName = Annotated[str, Field(pattern=SOURCE_NAME)]
+SourceName = Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]*$", max_length=64)]
+"""A source's name, which is the prefix of its shards' names."""
 
 _OLD_KEYS = {"when_corrupt", "max_skipped_batches"}
 

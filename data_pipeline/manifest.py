@@ -28,7 +28,7 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .atomic import atomic_write
-from .data_config import FORMAT_VERSION, SOURCE_NAME
+from .data_config import FORMAT_VERSION, SourceName
 from .errors import ShardError
 from .files import read_regular
 from .words import some_of
@@ -87,7 +87,7 @@ class ShardEntry(_Entry):
 class SourceEntry(_Entry):
     """Describes a source of a prepared folder."""
 
-    name: str = Field(pattern=SOURCE_NAME)
+    name: SourceName
     licence: str
     num_splits: Count
     has_loss_mask: bool

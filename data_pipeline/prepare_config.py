@@ -60,9 +60,10 @@ class RecordFields(BaseModel):
     def _check_prompt_and_answer(self) -> Self:
         prompt, answer = self.prompt_field, self.answer_field
         if bool(prompt) != bool(answer) or (prompt and prompt == answer):
+            owner = "prepare." if isinstance(self, PrepareConfig) else "the source's "
             raise ValueError(
                 f"prompt_field={prompt!r} and answer_field={answer!r} belong together: set both, to "
-                "different fields, or set prepare.text_field instead"
+                f"different fields, or set {owner}text_field instead"
             )
         return self
 

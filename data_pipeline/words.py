@@ -57,7 +57,7 @@ def run_and_step(named: str | os.PathLike[str], step: int | None = None) -> tupl
             )
         path, found = (Path(match[1]), int(at[1])) if at else (path, None)
     if None not in (step, found) and step != found:
-        raise ValueError(f"{named} and --step {step} name two steps: leave one of them out")
+        raise ValueError(f"{named} and step {step} name two steps: leave one of them out")
     return path, step if found is None else found
 
 
@@ -77,12 +77,12 @@ def runs_near(path: Path) -> str:
     if step is not None and is_run(run):
         return (
             f"; it names a checkpoint of the run {run}: name the run itself, or branch off there "
-            f"with --from {run}@{step}"
+            f"with --from {run}@{step} (in Python, start_from)"
         )
     is_alone = path.parent == Path()
     if _HUB_NAME.fullmatch(str(path)) and not os.path.exists(path if is_alone else path.parent):
         hub = f"hf://{'org/' if is_alone else ''}{path}"
-        return f"; a model on the Hugging Face hub is written --from {hub}"
+        return f'; for a model on the Hugging Face hub, write --from {hub}, or start_from("{hub}") in Python'
     folders = {at.absolute(): at for at in (path, path.parent, Path("runs")) if os.path.isdir(at)}
     found = [run for folder in folders.values() for run in islice(folder.glob("*"), _MOST_COMPARED)]
     runs = {run.name: run for run in found if is_run(run)}

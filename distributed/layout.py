@@ -156,6 +156,11 @@ def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:
     return [size for size in divisors if _fitting(mesh.model_copy(update={key: size}), world_size)]
 
 
+def one_of(values: Sequence[int]) -> str:
+    """Returns "one of [1, 2]", or the only value."""
+    return f"one of {values}" if len(values) > 1 else f"{values[0]}"
+
+
 def coordinates(layout: Layout, rank: int) -> Coordinates:
     """Returns the coordinates of a rank in both views."""
     dp_replicate, dp_shard = divmod(rank, layout.dp_shard)
@@ -261,18 +266,16 @@ def _fitting(mesh: MeshConfig, world_size: int) -> Layout | None:
 def _misfit(mesh: MeshConfig, world_size: int) -> str:
     """Describes the misfit with all values involved."""
     dp_shard = mesh.dp_shard or mesh.ep
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
     if dp_shard % mesh.ep:
-        return (
-            f"mesh.ep {mesh.ep} does not divide mesh.dp_shard {dp_shard}; the world has "
-            f"{world_size} ranks"
-        )
+        return f"mesh.ep {mesh.ep} does not divide mesh.dp_shard {dp_shard}; the world has {ranks}"
     sizes = {} if mesh.dp_replicate is None else {"dp_replicate": mesh.dp_replicate}
     sizes |= {"ep": mesh.ep} if mesh.dp_shard is None else {"dp_shard": mesh.dp_shard}
     product = f" = {math.prod(sizes.values())}" if len(sizes) > 1 else ""
     shown = " × ".join(f"mesh.{key} {size}" for key, size in sizes.items()) + product
     beside = "" if mesh.dp_shard is None else f" (with mesh.ep {mesh.ep})"
     if mesh.dp_replicate is None:
-        return f"{shown}{beside} does not divide the world's {world_size} ranks"
+        return f"{shown}{beside} does not divide the world's {ranks}"
     return f"{shown} ranks{beside}, but the world has {world_size}"
 
 
@@ -281,7 +284,7 @@ def _advice(mesh: MeshConfig, world_size: int) -> str:
     dp_shard = mesh.dp_shard or mesh.ep
     asked = [key for key in ("ep", "dp_shard", "dp_replicate") if getattr(mesh, key) is not None]
     choices = [
-        f"mesh.{key} may be one of {values}"
+        f"mesh.{key} must be {one_of(values)}"
         for key in asked
         if (values := legal_values(mesh, world_size, key))
     ]
@@ -291,4 +294,4 @@ def _advice(mesh: MeshConfig, world_size: int) -> str:
         return ", or ".join(choices)
     free = mesh.model_copy(update={"dp_shard": None, "dp_replicate": None})
     left_out = " and ".join(f"mesh.{key}" for key in asked if key != "ep")
-    return f"without {left_out}, mesh.ep may be one of {legal_values(free, world_size, 'ep')}"
+    return f"without {left_out}, mesh.ep must be {one_of(legal_values(free, world_size, 'ep'))}"

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ..data_pipeline.words import some_of
 from ..model.execution.roles import Role, roles_of
-from ..plugins import PluginError, Registry, is_own
+from ..plugins import PluginError, Registry, a_kind, is_own
 from .config.schedule import ScheduleConfig
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def optimizer_of(
         optimizer = make_optimizer(config, named, roles=known_roles(config, model))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PluginError(
-            f"optim.kind: {config.kind} returned a {type(optimizer).__name__}: it must return a "
+            f"optim.kind: {config.kind} returned {a_kind(optimizer)}: it must return a "
             "torch.optim.Optimizer"
         )
     taken = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data_pipeline.words import run_and_step
-from ...plugins import nearest
+from ...plugins import a_kind, nearest
 from ...train.config.arguments import checked
 from ..job import CONFIG, JOURNAL, METRICS, JobStatus, parse_entries, read_status
 from ..stop import request_stop
@@ -205,7 +205,7 @@ def _is_true(answer: object) -> bool:
         return bool(answer)
     except Exception as error:
         raise TypeError(
-            f"on_record returned {answer!r:.100}, a {type(answer).__name__}, which is neither true nor "
+            f"on_record returned {answer!r:.100}, {a_kind(answer)}, which is neither true nor "
             f"false ({error}): return True to end the run, for example with .all() or .any()"
         ) from error
 

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...plugins import PYTHON, named_function
+from ...plugins import PYTHON, a_kind, named_function
 from ..errors import InputError
 from ..words import some_of
 from .documents import Document, InputSplit, SplitRange
@@ -72,7 +72,7 @@ def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
             yield document_of(record, row, rules, where=where, file_name=name)
         else:
             raise InputError(
-                f"{where}: a {type(record).__name__} ({record!r:.60}): a record must be a string, or a "
+                f"{where}: {a_kind(record)} ({record!r:.60}): a record must be a string, or a "
                 "dict with fields"
             )
 
@@ -86,9 +86,7 @@ def _records(split: InputSplit) -> Iterator[Any]:
     try:
         found = function(*arguments, **settings)
         if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-            raise InputError(
-                f"input {split.url!r} returned a {type(found).__name__}, not {_RESULT}"
-            )
+            raise InputError(f"input {split.url!r} returned {a_kind(found)}, not {_RESULT}")
         for record in found:
             yield record
             row += 1

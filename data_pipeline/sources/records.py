@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...plugins import a_kind
 from ..errors import InputError
 from ..prepare_config import DEFAULT_SOURCE, MAX_LABEL_BYTES, SourceConfig
 from ..words import some_of
@@ -149,7 +150,7 @@ def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: ob
         return ""
     if not isinstance(value, str):
         raise InputError(
-            f"{where}: field {name!r} holds a {type(value).__name__}, not text; "
+            f"{where}: field {name!r} holds {a_kind(value)}, not text; "
             f"{_advice(record, name, rules)}"
         )
     return value
@@ -158,7 +159,7 @@ def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: ob
 def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, where: object) -> str:
     value = _value(record, name, rules, where)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        given = "an empty text" if value == "" else f"a {type(value).__name__}"
+        given = "an empty text" if value == "" else a_kind(value)
         raise InputError(
             f"{where}: field {name!r} holds {given}, not an id (a text or a whole number): give every "
             "record an id, or set prepare.id_field to another field or to nothing"

@@ -14,7 +14,7 @@ from pydantic import (
 
 from ...kernels.reference import ACTIVATION
 from ..routers.sigmoid import SigmoidConfig
-from ..routers.table import AnyRouterConfig
+from ..routers.table import ROUTER, AnyRouterConfig
 from .sections import Keys, Section
 
 
@@ -127,6 +127,7 @@ FEED_FORWARD = Section(
     "feed-forward",
     {"experts": ExpertsConfig, "dense": DenseFeedForwardConfig},
     kept=("activation", "d_feed_forward", "dense_bias"),
+    inner=(ROUTER,),
 )
 AnyFeedForwardConfig = Annotated[
     ExpertsConfig | DenseFeedForwardConfig, BeforeValidator(FEED_FORWARD.read)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -28,7 +29,7 @@ class DepthConfig(Keys):
     Huginn does, with mean R + 1 ("lognormal_poisson"), as Parcae does, with mean R ("poisson"), or
     among `values`."""
 
-    values: tuple[PositiveInt, ...] = ()
+    values: tuple[PositiveInt, ...] = Field(default=(), examples=[[2, 8]])
     """Numbers of loops: least and most of "uniform", the choices of "list", the stages of
     "growing"."""
 
@@ -62,10 +63,10 @@ class DepthConfig(Keys):
             len(given) == 2 and given[0] <= given[1] if self.kind == "uniform" else bool(given)
         ) == (self.kind in wanted)
         if not fits:
-            raise ValueError(
-                f'loops.depth.values={given} with kind="{self.kind}": it takes '
-                f"{wanted.get(self.kind, 'none')}"
-            )
+            advice = f"it takes {wanted.get(self.kind, 'none')}"
+            if self.kind == "uniform" and len(given) == 2:
+                advice = f"the least first: {sorted(given)}"
+            raise ValueError(f'loops.depth.values={given} with kind="{self.kind}": {advice}')
         if self.per == "sequence" and self.kind in ("fixed", "growing"):
             raise ValueError(
                 f'loops.depth.per="sequence" with kind="{self.kind}": nothing is drawn, so all '

@@ -5,15 +5,14 @@ valid keys. The table also says which keys survive a change of kind: those that 
 new one.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...plugins import Registry, is_own
+from ...plugins import Registry, is_own, nearest
 
 _WANTED = {  # by the first word of a pydantic error's type
     "int": "a whole number",
@@ -24,6 +23,13 @@ _WANTED = {  # by the first word of a pydantic error's type
     "tuple": "a list",
     "dict": "a table",
     "model": "a section",
+}
+CONSTRAINTS = {  # on values of the right type, by a pydantic error's type
+    "finite_number": "must be finite",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must consist of the characters {1} and begin with one of {0}",
 }
 
 
@@ -44,6 +50,7 @@ class Section:
     kept: tuple[str, ...] = ()  # keys that survive a change of kind, if the new kind has them
     own: str = ""  # what a user's own kind must be; "": not allowed
     fits: Callable[[Any], bool] = callable  # whether an object is that
+    inner: tuple["Section", ...] = ()  # sections with kinds among its keys
 
     def entry(self, kind: str) -> Any:
         """Returns the entry of a kind, including a user's own (`module:Class`).
@@ -88,8 +95,8 @@ class Section:
             )
         kinds = ", ".join(self.classes)
         if "kind" not in value:
-            keys = ", ".join(map(str, value))
-            raise ValueError(f"the {self.noun} has no kind (keys: {keys}); there are {kinds}")
+            keys = f"keys: {', '.join(map(str, value))}" if value else "no keys"
+            raise ValueError(f"the {self.noun} has no kind ({keys}); there are {kinds}")
         kind = value["kind"]
         if not self.has(kind):
             own = f", or {self.own} as module:name" if self.own else ""
@@ -97,15 +104,18 @@ class Section:
         try:
             return self.config_of(self.entry(kind)).model_validate(value)
         except ValidationError as error:
-            told = dict.fromkeys(self._explain(entry, kind) for entry in error.errors())
+            told = _joined(self._explain(entry, kind) for entry in error.errors())
             raise ValueError("; ".join(told)) from None
 
     def _explain(self, entry: Any, kind: str) -> str:
         where = ".".join(str(part) for part in entry["loc"])
         if entry["type"] == "extra_forbidden":
             known = list(self.fields(kind))
-            close = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = nearest(where, known)
+            for section in self.inner:
+                name = section.path.rpartition(".")[2]
+                if name in known and any(where in section.fields(one) for one in section.classes):
+                    meant = f"; did you mean {name}.{where}?"
             has = f"it has {', '.join(known)}" if known else "it has none"
             return f"the {self.noun} {kind!r} has no key {where!r}; {has}{meant}"
         message = plain_message(entry)
@@ -118,8 +128,26 @@ class Section:
         return f"{where}={entry['input']!r}: {message}"
 
 
+def _joined(messages: Iterable[str]) -> Iterator[str]:
+    """Yields messages, each once; those of a union's types are one: "must be true, false or 'all'"."""
+    wanted: dict[str, dict[str, None]] = {}
+    for message in messages:
+        place, must_be, what = message.partition(": must be ")
+        wanted.setdefault(place + must_be, {})[what] = None
+    for place, choices in wanted.items():
+        what = ", ".join(choices)
+        if len(choices) > 1:
+            what = " or ".join(what.replace(" or ", ", ").rsplit(", ", 1))
+        yield place + what
+
+
 def plain_message(entry: Any) -> str:
     """Returns the message of a pydantic error without the names of Python's types."""
+    if entry["type"] in CONSTRAINTS:
+        known = entry.get("ctx", {})
+        sets = re.findall(r"\[(.+?)\]", str(known.get("pattern")))
+        spaced = (" ".join(re.findall(r"\w-\w|.", each)) for each in sets)
+        return CONSTRAINTS[entry["type"]].format(*spaced, **known)
     kind, _, what = entry["type"].partition("_")
     if kind in _WANTED and what in ("type", "parsing", "from_float", "parsing_size"):
         return f"must be {_WANTED[kind]}"

@@ -141,13 +141,13 @@ def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
         plan_layout(mesh, world_size)
     advice = str(error.value).rpartition("; ")[2]
     free = {"dp_shard": None, "dp_replicate": None} if "without" in advice else {}
-    for key, values in re.findall(r"mesh\.(\w+) may be one of (\[[\d, ]+\])", advice):
-        for value in json.loads(values):
+    for key, values in re.findall(r"mesh\.(\w+) must be (?:one of \[)?([\d, ]*\d)", advice):
+        for value in json.loads(f"[{values}]"):
             changed = mesh.model_copy(update=free | {key: value})
             assert plan_layout(changed, world_size).world_size == world_size
     if started := re.search(r"start (\d+) ranks", advice):
         assert plan_layout(mesh, int(started[1])).dp_replicate == dp_replicate
-    assert re.search(r"may be one of|start \d+ ranks", advice)
+    assert re.search(r"must be |start \d+ ranks", advice)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
         (
             {"ep": 4},
             6,
-            r"mesh\.ep 4 does not divide the world's 6 ranks; mesh\.ep may be one of \[1, 2, 3, 6\]",
+            r"mesh\.ep 4 does not divide the world's 6 ranks; mesh\.ep must be one of \[1, 2, 3, 6\]",
         ),
         (
             {"ep": 2, "dp_replicate": 2},
@@ -167,12 +167,12 @@ def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
             {"ep": 4, "dp_shard": 6},
             12,
             r"mesh\.ep 4 does not divide mesh\.dp_shard 6; the world has 12 ranks; "
-            r"mesh\.ep may be one of \[1, 2, 3, 6\], or mesh\.dp_shard may be one of \[4, 12\]",
+            r"mesh\.ep must be one of \[1, 2, 3, 6\], or mesh\.dp_shard must be one of \[4, 12\]",
         ),
         (
             {"ep": 4, "dp_shard": 6, "dp_replicate": 5},
             12,
-            r"without mesh\.dp_shard and mesh\.dp_replicate, mesh\.ep may be",
+            r"without mesh\.dp_shard and mesh\.dp_replicate, mesh\.ep must be",
         ),
         ({}, 0, r"a world has 1 to 131,072 ranks, got world_size = 0"),
         ({"ep": 3}, 2**31, r"a world has 1 to 131,072 ranks, got world_size = 2,147,483,648"),

@@ -223,7 +223,7 @@ def test_files_are_small_enough_and_the_index_says_where_everything_is(
         ),
         (
             ["CHECKPOINT", "--out", "out", "--step", "3"],
-            "--step 3 name two steps: leave one of them out",
+            "step 3 name two steps: leave one of them out",
         ),
     ],
 )

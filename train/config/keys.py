@@ -23,6 +23,7 @@ KINDS = {f"model.{path}": section for path, section in SECTIONS.items()}
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "none"}
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "steps"}
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_BETWEEN = {"ge": "from ", "gt": "above ", "le": " to ", "lt": ", below "}
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,13 @@ def toml_value(value: Any) -> str:
 
 def key_of(path: str, info: FieldInfo, kind: type[BaseModel]) -> Key:
     """Describes a key of a kind of configuration."""
-    limits = " ".join(_limits(info.metadata))
+    limits = _limits(info.metadata)
     type_text = f"{_type_of(info.annotation)} {limits}".strip()
     if registries := [entry for entry in info.metadata if isinstance(entry, Registry)]:
         type_text = f"one of {', '.join(registries[0].known)}, or module:name of your own"
     if limits and type_text.endswith(f" or none {limits}"):
-        type_text = type_text.replace(f" or none {limits}", f" {limits} or none")
+        more = f" {limits}{',' * (', ' in limits)} or none"
+        type_text = type_text.replace(f" or none {limits}", more)
     default = plain(info.get_default(call_default_factory=True))
     meaning = " ".join((info.description or "").split())
     if (section := KINDS.get(path.removesuffix(".kind"))) is not None:
@@ -155,13 +157,13 @@ def default_kind(path: str, kind: type[BaseModel]) -> str:
 def _type_of(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return " ".join([_type_of(parts[0]), *_limits(parts[1:])])
+        return f"{_type_of(parts[0])} {_limits(parts[1:])}".strip()
     if origin is Literal:
         return "one of " * (len(parts) > 1) + ", ".join(str(part) for part in parts)
     if origin in (Union, UnionType):
         return " or ".join(_type_of(part) for part in parts)
     if origin is tuple:
-        return f"list of {_type_of(parts[0])}"
+        return f"list of {_type_of(parts[0]).removeprefix('one of ')}"
     if origin is dict:
         return f"table of {_type_of(parts[1])}"
     if _is_section(annotation):
@@ -169,13 +171,21 @@ def _type_of(annotation: Any) -> str:
     return _WORDS[annotation]
 
 
-def _limits(metadata: Any) -> Iterator[str]:
-    """Yields the limits of a value: "≥ 1", "< 1"."""
+def _limits(metadata: Any) -> str:
+    """Returns the limits of a value: "≥ 1", "from 0 to 1", "above 0, at most 1", or ""."""
+    found = dict(_named_limits(metadata))
+    if len(found) < 2:
+        return "".join(f"{_LIMITS[name]} {limit}" for name, limit in found.items())
+    text = "".join(f"{word}{found[name]}" for name, word in _BETWEEN.items() if name in found)
+    return text if "ge" in found else text.replace(" to ", ", at most ")
+
+
+def _named_limits(metadata: Any) -> Iterator[tuple[str, str]]:
     for entry in metadata:
-        for name, sign in _LIMITS.items():
+        for name in _LIMITS:
             if (limit := getattr(entry, name, None)) is not None:
-                yield f"{sign} {limit:,}" if isinstance(limit, int) else f"{sign} {limit:g}"
-        yield from _limits(getattr(entry, "metadata", ()))
+                yield name, f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+        yield from _named_limits(getattr(entry, "metadata", ()))
 
 
 def _example(annotation: Any, default: Any) -> Any:
@@ -191,6 +201,8 @@ def _example(annotation: Any, default: Any) -> Any:
         return default
     if origin in (Union, UnionType):
         return _example(parts[0], default)
+    if origin is tuple:
+        return [_example(parts[0], PydanticUndefined)]
     return {int: 2, float: 0.5}.get(annotation, default)
 
 

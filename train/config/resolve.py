@@ -23,7 +23,7 @@ from ...data_pipeline.prepare_config import OWN_TEXTS, PrepareConfig
 from ...data_pipeline.sources.embedded import EMBEDDED
 from ...data_pipeline.words import is_published, is_run, run_and_step, runs_near, some_of
 from ...model.config.sections import kinds_first, merge, set_value
-from ...plugins import PluginError, check_call, distrust, import_own, is_own, nearest, trust
+from ...plugins import PluginError, a_kind, check_call, distrust, import_own, is_own, nearest, trust
 from .errors import ConfigError
 from .keys import KINDS, known_keys, toml_value
 from .run_config import Config
@@ -215,6 +215,8 @@ def _recipe_values(
         )
     if os.path.exists(name):  # False for a name that no file can have; Path's raises OSError
         raise ConfigError(f"{where}: {_what_takes(Path(name))}")
+    if where == name and re.match(r"[\w.]+=", name):
+        raise ConfigError(f"{name:.200}: name a recipe first, for example smoke {name:.200}")
     if "/" in name and not is_own(name):
         missing = f"there is no file or run folder {name!r:.200}"
         raise ConfigError(f"{where}: {missing}{runs_near(Path(name))}")
@@ -234,7 +236,8 @@ def _recipe_values(
         raise ConfigError(str(error)) from error
     built = recipe()
     if not isinstance(built, Config):
-        raise ConfigError(f"{where}: {name} returned a {type(built).__name__}, not a Config")
+        by = "" if where == name else f"{name} "
+        raise ConfigError(f"{where}: {by}returned {a_kind(built)}, not a Config")
     return built.model_dump(mode="json")
 
 

@@ -24,6 +24,7 @@ from ...distributed.layout import (
     MeshConfig,
     check_experts,
     legal_values,
+    one_of,
     plan_layout,
 )
 from ...kernels.backend import KernelConfig
@@ -32,7 +33,7 @@ from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
 from ...model.execution.depth_losses import weighted_losses
 from ...model.layers import NORM
-from ...plugins import distrust
+from ...plugins import a_kind, distrust
 from ..optim import OPTIMIZER, OptimConfig
 from .arguments import checked
 from .errors import ConfigError
@@ -269,7 +270,7 @@ class Config(BaseModel):
         for name, kind in type(self).model_fields.items():
             if not isinstance(getattr(copy, name), type(kind.default)):
                 raise ConfigError(
-                    f"{name}: model_copy replaces whole sections, here a {type(kind.default).__name__}; "
+                    f"{name}: model_copy replaces whole sections, here {a_kind(kind.default)}; "
                     f'to change single keys, call moebius.recipe(config, "{name}.KEY=VALUE")'
                 )
         validated(type(self), copy.model_dump(mode="json"), origin="Config.model_copy")
@@ -307,13 +308,13 @@ class Config(BaseModel):
             )[1:]
             raise ConfigError(
                 f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: '
-                f"set mesh.dp_shard to one of {sizes} (mesh.dp_replicate=none fills the world), or "
+                f"set mesh.dp_shard to {one_of(sizes)} (mesh.dp_replicate=none fills the world), or "
                 'use mesh.sharding="none"'
             )
         if self.mesh.rebalance_every and layout.ep == 1:
             sizes = legal_values(self.mesh, world_size, "ep")[1:]
             instead = (
-                f", or mesh.ep to one of {sizes}"
+                f", or mesh.ep to {one_of(sizes)}"
                 if sizes
                 else f" (a world of {world_size} allows no other mesh.ep)"
             )
@@ -345,8 +346,8 @@ class Config(BaseModel):
         keys = f"job.num_nodes=1 job.ranks_per_node={needed}"
         if not rest:
             keys = f"job.ranks_per_node={per_node}"
-        multiple = " or a multiple" if self.mesh.dp_replicate is None else ""
-        return f". {needed} ranks{multiple} fit: set {keys}"
+        is_said = self.mesh.dp_replicate is not None
+        return f" ({keys})" if is_said else f", or start {needed} ranks or a multiple ({keys})"
 
     @checked
     def save(self, path: str | PathLike[str]) -> None:

@@ -38,7 +38,7 @@ def _length(value: Any, least: int = 0) -> int | float:
         with suppress(ValueError):  # a text that is no number
             value = kind(value)
             break
-    if isinstance(value, int) and value >= least:
+    if isinstance(value, int) and value >= least and not isinstance(value, bool):
         return value
     if isinstance(value, float) and (0 < value <= 1 or value == least):
         return value

@@ -3,13 +3,14 @@
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ...data_pipeline.words import some_of
-from ...model.config.sections import plain_message
+from ...model.config.sections import CONSTRAINTS, plain_message
 from ...plugins import nearest
 from ..record.redaction import secret_places
 from .errors import ConfigError
@@ -62,26 +63,44 @@ def check_keys(model: BaseModel, path: str = "") -> None:
 
 
 def _explain(entry: Any, kind: type[BaseModel]) -> str:
-    where = ".".join(f"{part!s:.200}" for part in entry["loc"])
+    is_name = entry["loc"][-1:] == ("[key]",)
+    loc = entry["loc"][:-2] if is_name else entry["loc"]
+    where = ".".join(f"{part!s:.200}" for part in loc)
     if entry["type"] == "extra_forbidden":
         return f"  {where}: unknown key{suggest(where, (key for key, _ in known_keys(kind)))}"
     message = plain_message(entry)
     is_section = isinstance(entry["input"], dict) or not where
-    if entry["type"] != "value_error" and (whole := _whole_key(entry["loc"], kind)):
-        where, message = whole.path, f"must be {whole.wanted}"
+    if entry["type"] != "value_error" and (key := _key_at(loc, kind)):
         is_section = False
+        where = key.path
+        may_be_empty = key.type.startswith("list") and key.default_text != "required"
+        if entry["type"] not in CONSTRAINTS:
+            message = f"must be {key.wanted}"
+            message += "; [] for none" if may_be_empty and entry["input"] is None else ""
+        elif is_name:
+            message = f"each name {message}"
     given = "" if is_section else f" (given: {entry['input']!r:.200})"
     if entry["type"].endswith("_parsing") and "," in str(entry["input"]):
         message += "; digits are grouped by underscores, as in 10_000_000"
     return f"  {where}: {message}{given}" if where else f"  {message}"
 
 
-def _whole_key(place: tuple[int | str, ...], kind: type[BaseModel]) -> Key | None:
-    """Returns the key at the place of an error, which may lie in a part of its value."""
+def _key_at(place: tuple[int | str, ...], kind: type[BaseModel]) -> Key | None:
+    """Returns the key at the place of an error, or what it says of a table's entry there."""
     known = {key.path: key for key in keys_of(kind)}
-    names = [part for part in place if isinstance(part, str)]
-    paths = (".".join(names[:end]) for end in range(len(names), 0, -1))
-    return next((known[path] for path in paths if path in known), None)
+    for end in range(len(place), 0, -1):
+        shown = place[:end]
+        key = known.get(".".join(part for part in shown if isinstance(part, str)))
+        if key is None or isinstance(shown[-1], int):
+            continue
+        wanted, example = key.type, key.example
+        if wanted.startswith("table of ") and len(place) > end:
+            shown, wanted = place[: end + 1], wanted.removeprefix("table of ")
+        elif any(isinstance(part, int) for part in shown):
+            example = example.removeprefix(f"{key.section}.")
+        path = ".".join(f"{part!s:.200}" for part in shown)
+        return replace(key, path=path, type=wanted, example=example)
+    return None
 
 
 def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:
@@ -101,7 +120,7 @@ def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:
         for number, value in enumerate(built):
             yield from _unusable(given[number] if number < len(given) else None, value, where)
     elif isinstance(given, bool) != isinstance(built, bool) and given is not None:
-        wanted = "true or false" if isinstance(built, bool) else "not a boolean"
+        wanted = "true or false" if isinstance(built, bool) else "a number"
         yield f"  {where}: must be {wanted} (given: {given!r})"
     elif isinstance(built, float) and not math.isfinite(built):
         yield f"  {where}: must be a finite number (given: {given!r})"

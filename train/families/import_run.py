@@ -40,6 +40,7 @@ from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.model_config import ModelConfig
 from ...model.execution.precision import store_in, stored_dtype
 from ...model.transformer import Transformer
+from ...plugins import a_kind
 from ..config.resolve import resolve
 from ..config.run_config import Config, ConfigError
 from ..recipes.hub import settings_words
@@ -267,7 +268,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{file}: holds a {type(content).__name__} instead of named tensors")
+        raise ConfigError(f"{file}: holds {a_kind(content)} instead of named tensors")
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ConfigError(

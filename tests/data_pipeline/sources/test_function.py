@@ -116,7 +116,10 @@ def test_a_function_that_declares_splits_is_called_for_each():
     ("name", "message"),
     [
         ("breaks", r"breaks\[0:1\], record 1: the function raised KeyError: 'lost'"),
-        ("numbers", r"numbers\[0:1\], record 1: a int \(7\): a record must be a string, or a dict"),
+        (
+            "numbers",
+            r"numbers\[0:1\], record 1: an int \(7\): a record must be a string, or a dict",
+        ),
         ("surrogates", r"record 0: not Unicode .half a surrogate pair"),
         ("one_text", r"one_text' returned a str, not an iterable of strings or dicts"),
         ("nothing", r"nothing' returned a NoneType, not an iterable"),
@@ -124,7 +127,7 @@ def test_a_function_that_declares_splits_is_called_for_each():
         ("takes_nothing", r"is called with split_index and num_splits, but it takes \(\)"),
         ("too_many", r"declares num_splits=0: it must be a whole number from 1 to 100,000"),
         ("not_there", r"texts_of_a_test has no 'not_there'"),
-        ("not_a_function", r"not_a_function is a int \(3\): it must be a function"),
+        ("not_a_function", r"not_a_function is an int \(3\): it must be a function"),
         ("", r"write python:package.module:function"),
     ],
 )

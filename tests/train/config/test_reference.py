@@ -51,8 +51,8 @@ def test_the_reference_and_a_run_know_the_same_keys() -> None:
         ("train.eval_batch", "integer > 0 or none", "none", []),
         ("mesh.dp_shard", "integer ≥ 1 or none", "none", []),
         ("prepare.sources.name", "text", "required", []),
-        ("train.sinks", "list of one of tensorboard, wandb, mlflow", '["tensorboard"]', []),
-        ("model.feed_forward.router.jitter", "number ≥ 0 < 1", "0.0", ["token_choice"]),
+        ("train.sinks", "list of tensorboard, wandb, mlflow", '["tensorboard"]', []),
+        ("model.feed_forward.router.jitter", "number from 0, below 1", "0.0", ["token_choice"]),
     ],
 )
 def test_a_key_says_what_it_accepts(path: str, type_: str, default: str, kinds: list[str]) -> None:
