@@ -168,3 +168,17 @@ def test_f22_the_disk_is_full_for_a_while(folder: Path, undisturbed: Path) -> No
     status = ended_like(run_dir, undisturbed)
     assert status.restarts == 0
     assert "there is no earlier one" in reasons(run_dir)
+
+
+@pytest.mark.fault("F22")
+def test_f22_a_job_may_be_told_to_end_then(folder: Path) -> None:
+    run_dir, disk = folder / "stop", Disk(folder / "disk of stop")
+    disk.order("full .distcp")
+    config = make_config(folder, "checkpoint.on_failure=stop", "train.steps=100000")
+    submit(config, run_dir, disk)
+    status = wait_for_end(run_dir, timeout_s=180)
+    assert status.state is State.FAILED
+    assert status.restarts == 0
+    assert 'checkpoint.on_failure="stop": the checkpoint of step 5 was not saved' in status.reason
+    assert "No space left on device" in status.reason
+    assert_nothing_left(run_dir, within_s=30)

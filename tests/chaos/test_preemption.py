@@ -1,4 +1,4 @@
-"""F21: `moebius train` is preempted and continues later as if nothing had happened."""
+"""F21: `moebius train` is preempted or interrupted, and continues later as if nothing had happened."""
 
 import os
 import signal
@@ -36,24 +36,49 @@ def start(folder: Path, run_dir: Path) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """Makes a run in a folder with its text."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_paragraphs(folder, paragraphs=120)
+    assert start(folder, folder / "run").wait(200) == 0
+    return folder / "run"
+
+
+def preempt(program: subprocess.Popen[bytes]) -> None:
+    program.send_signal(signal.SIGTERM)
+
+
+def press_ctrl_c(program: subprocess.Popen[bytes]) -> None:
+    """Sends what a terminal does: every process of the group gets it."""
+    os.killpg(program.pid, signal.SIGINT)
+
+
 @pytest.mark.fault("F21")
-def test_sigterm_preempts_and_resume_makes_the_same_run(tmp_path):
-    write_paragraphs(tmp_path, paragraphs=120)
-    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
-    assert start(tmp_path, undisturbed).wait(200) == 0
-    with start(tmp_path, run_dir) as program:
+@pytest.mark.parametrize(
+    ("end", "state", "code", "words"),
+    [
+        (preempt, State.PREEMPTED, EXIT_PREEMPTED, "preempted at step {}, with a checkpoint"),
+        (press_ctrl_c, State.STOPPED, 0, "stopped at step {}, with a checkpoint"),
+    ],
+)
+def test_a_signal_ends_a_run_and_the_next_one_goes_on(
+    undisturbed, tmp_path, end, state, code, words
+):
+    run_dir = tmp_path / "run"
+    with start(undisturbed.parent, run_dir) as program:
         try:
             wait_for_step(run_dir, 3)
-            program.send_signal(signal.SIGTERM)
-            assert program.wait(200) == EXIT_PREEMPTED
+            end(program)
+            assert program.wait(200) == code
         finally:
             program.kill()
     status = read_status(run_dir)
-    assert status.state is State.PREEMPTED
+    assert status.state is state
     assert status.step is not None
     assert 3 <= status.step < STEPS
-    assert f"preempted at step {status.step}, with a checkpoint" in status.reason
+    assert words.format(status.step) in status.reason
     assert_nothing_left(run_dir)
-    assert start(tmp_path, run_dir).wait(200) == 0
+    assert start(undisturbed.parent, run_dir).wait(200) == 0
     assert curve(run_dir) == curve(undisturbed)
     assert weights_hash(run_dir) == weights_hash(undisturbed)

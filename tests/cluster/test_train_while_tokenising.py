@@ -4,6 +4,7 @@ Data, samples, losses and weights must equal those of preparing first.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from tiny_job import (
 )
 from world import run_ranks
 
-from moebius.cluster.job import JOURNAL, Journal, read_status
+from moebius.cluster.job import JOURNAL, Journal, State, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.train.config.resolve import resolve
@@ -129,8 +130,13 @@ def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
     # the ranks may finish before the preparing process: prepare the rest now
     config = resolve("smoke", overrides(data.parent, data.name), RECIPES)
     prepare(config.prepare, config.data.directory)
-    shards = files(afterwards.parent / "prepared", lambda name: not name.startswith("report"))
-    assert files(data, lambda name: not name.startswith("report")) == shards
+    shards = files(afterwards.parent / "prepared", is_of_the_data)
+    assert files(data, is_of_the_data) == shards
+
+
+def is_of_the_data(name: str) -> bool:
+    """Reports, and the record of the texts' files, hold times."""
+    return not name.startswith(("report", "files.json"))
 
 
 @pytest.mark.fault("F20")
@@ -165,6 +171,35 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
         assert words in output
     assert read_status(run_dir).generation == 1, "the ranks noticed nothing"
     assert_same_as(run_dir, afterwards, folder / "growing")
+
+
+@pytest.mark.nightly
+def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(folder, afterwards):
+    run_dir, data = folder / "trained", folder / "mended"
+    last = folder / "texts" / "0002.jsonl"
+    whole = last.read_bytes()
+    last.write_bytes(whole.replace(b"expert", b"exp\xffrt"))
+    changes = [*overrides(folder, "mended"), "train.start_when=2000", "job.num_nodes=1"]
+    command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
+    try:
+        program = start(folder, *command, slow_s=0.01)
+        output, _ = program.communicate(timeout=200)
+    finally:
+        last.write_bytes(whole)
+    assert program.returncode == 1, output
+    status = read_status(run_dir)
+    assert status.state is State.FAILED
+    assert status.reason.startswith(f"the data ended after step {status.step}: segment ")
+    assert last.name in status.reason
+    assert "UTF-8" in status.reason
+    assert (run_dir / "checkpoints" / f"step_{status.step:08d}").exists()
+    assert status.generation == 1
+    shutil.rmtree(data)
+    program = start(folder, *command, slow_s=0.0)
+    output, _ = program.communicate(timeout=200)
+    assert program.returncode == 0, output
+    assert f"from the checkpoint of step {status.step}" in output
+    assert_same_as(run_dir, afterwards, data)
 
 
 def test_what_prepares_dies_with_the_command(folder):

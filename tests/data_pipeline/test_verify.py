@@ -41,6 +41,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda folder: flip(folder / SHARD, (folder / SHARD).stat().st_size - 20),
         [SHARD],
     ),
+    "a bit of an index": (lambda folder: flip(folder / INDEX), [f"{INDEX} has blake2b"]),
     "lost shard": (lambda folder: (folder / SHARD).unlink(), [SHARD]),
     "lost index": (lambda folder: (folder / INDEX).unlink(), [INDEX]),
     "tokenizer": (lambda folder: flip(folder / "tokenizer.json", 40), ["tokenizer"]),

@@ -158,6 +158,26 @@ def test_a_task_without_a_convention_of_the_paper_has_the_harness_accuracy_alone
     assert set(ask("openbookqa", record)) == {"acc", "acc_norm"}
 
 
+def test_the_tokens_that_hellaswag_asks() -> None:
+    record = {
+        "query": "Roof removal: A man [substeps] sits [title] on a  roof. he",
+        "fragment": "he",
+        "endings": ["[step]falls.", " jumps  up."],
+        "label": 1,
+    }
+    question = TASKS["hellaswag"].question(record, Encoder(BytesTokenizer(), 400))
+    texts = [bytes(row.tokens).decode() for row in question.rows]
+    before = "Roof removal: A man sits. on a roof. He"
+    assert texts == [f"{before} falls.", f"{before} jumps up."]
+    assert [row.num_scored for row in question.rows] == [7, 10]
+    sums = [logp(before, " falls."), logp(before, " jumps up.")]
+    assert ask("hellaswag", record) == {
+        "paper": best([sums[0] / 7, sums[1] / 10], 1),
+        "acc": best(sums, 1),
+        "acc_norm": best([sums[0] / 6, sums[1] / 9], 1),
+    }
+
+
 def test_long_items_lose_their_left_end_and_are_counted() -> None:
     record = {"question": "x" * 50, "choices": CHOICES, "label": 0}
     question = TASKS["arc_easy"].question(record, Encoder(BytesTokenizer(), 30))

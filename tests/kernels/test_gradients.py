@@ -10,8 +10,12 @@ from torch import Tensor
 from torch_modes import Operations
 
 from moebius.kernels.calls import (
+    Deferred,
+    DeferringBackend,
     GradientBuffers,
+    LinearCall,
     MLPCall,
+    RowGradients,
 )
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import (
@@ -40,15 +44,14 @@ class Bank:
         self.leaves = [leaf.double().clone().requires_grad_() for leaf in leaves]
         self.routes = [make_routes(case, generator) for _ in range(REPEATS)]
 
-    def forward(self) -> Tensor:
+    def forward(self, *, defer: bool = False) -> Tensor:
         x, w_up, w_down, b_up, w = self.leaves
+        named = {"backend": "segments", "defer": defer}
         self.between = []
         for routes in self.routes:
             routes = routes.with_weights(routes.weight_N.double())
-            x = x + routed_mlp(
-                x, w_up, w_down, routes, activation="swiglu", b_up_EF=b_up, backend="segments"
-            )
-            x = x + routed_linear(x, w, routes, backend="segments")
+            x = x + routed_mlp(x, w_up, w_down, routes, activation="swiglu", b_up_EF=b_up, **named)
+            x = x + routed_linear(x, w, routes, **named)
             self.between.append(x)
         return x.square().sum()
 
@@ -119,9 +122,12 @@ def test_a_backward_pass_that_did_not_ask_for_the_weights_leaves_nothing(
     same(bank.gradients(loss), expected)
 
 
-def test_a_backward_pass_that_broke_off_leaves_nothing(bank: Bank, expected: list[Tensor]) -> None:
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_backward_pass_that_broke_off_leaves_nothing(
+    bank: Bank, expected: list[Tensor], defer: bool, deferring: list[int]
+) -> None:
     with accumulate_weight_gradients():
-        loss = bank.forward()
+        loss = bank.forward(defer=defer)
 
     def break_off(_grad: Tensor) -> None:
         raise InterruptedError  # the last two calls have left their share
@@ -139,6 +145,61 @@ def test_weights_that_want_no_gradient_get_none(bank: Bank, expected: list[Tenso
     with accumulate_weight_gradients():
         loss = bank.forward()
     same(torch.autograd.grad(loss, bank.leaves[:1]), expected[:1])
+
+
+class Deferring(Segments, DeferringBackend):
+    """`Segments` as a deferring backend; `computed` holds the number of calls of each product."""
+
+    def __init__(self) -> None:
+        self.computed: list[int] = []
+
+    def mlp_backward_rows(self, call: MLPCall, grad_TO: Tensor, saved: Tensor) -> RowGradients:
+        found = self.mlp_backward(call, grad_TO, saved, self._zeros(call))
+        return RowGradients(
+            found.x_UD, found.weight_N, found.b_up_EW, found.b_down_EO, torch.zeros_like(saved)
+        )
+
+    def mlp_weight_gradients(self, calls: Sequence[Deferred[MLPCall]]) -> tuple[Tensor, Tensor]:
+        self.computed.append(len(calls))
+        into = self._zeros(calls[0].call)
+        for each in calls:
+            self.mlp_backward(each.call, each.grad_TO, each.saved, into)
+        return into.weights[0], into.weights[1]
+
+    def linear_backward_rows(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor
+    ) -> RowGradients:
+        return self.linear_backward(
+            call, grad_TO, saved, GradientBuffers([torch.zeros_like(call.w_EDO)])
+        )
+
+    def linear_weight_gradients(self, calls: Sequence[Deferred[LinearCall]]) -> tuple[Tensor]:
+        self.computed.append(len(calls))
+        into = GradientBuffers([torch.zeros_like(calls[0].call.w_EDO)])
+        for each in calls:
+            self.linear_backward(each.call, each.grad_TO, each.saved, into)
+        return (into.weights[0],)
+
+    def _zeros(self, call: MLPCall) -> GradientBuffers:
+        return GradientBuffers([torch.zeros_like(call.w_up_EDW), torch.zeros_like(call.w_down_EFO)])
+
+
+@pytest.fixture
+def deferring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes the backend defer; returns the number of calls of each product."""
+    found = Deferring()
+    monkeypatch.setattr("moebius.kernels.ops.implementation", lambda name: found)
+    return found.computed
+
+
+@pytest.mark.parametrize(("defer", "products"), [(True, [REPEATS, REPEATS]), (False, [])])
+def test_deferred_gradients_are_made_once_for_all_calls_and_only_where_the_caller_lets_it(
+    bank: Bank, expected: list[Tensor], deferring: list[int], defer: bool, products: list[int]
+) -> None:
+    with accumulate_weight_gradients():
+        loss = bank.forward(defer=defer)
+    same(bank.gradients(loss), expected)
+    assert deferring == products
 
 
 def test_calls_that_were_deferred_are_added_to_those_that_were_not() -> None:

@@ -29,6 +29,7 @@ from row_order import reordered_pass
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
+from moebius.model.loops.depth import own_depth
 from moebius.model.routers.router import RouterConfig
 from moebius.model.transformer import ModelOutput, Transformer
 
@@ -112,8 +113,8 @@ def config_of(name: str) -> ModelConfig:
 
 
 def states(name: str, *, common: float) -> Iterator[Transformer]:
-    """In training and evaluation, on either side of a transition, and where every sequence makes its
-    own number of loops: a promise holds for the whole run.
+    """In training and evaluation, on either side of a transition, at another depth, and where every
+    sequence makes its own number of loops: a promise holds for the whole run.
     """
     recipe, changes = OTHERS.get(name, (name, {}))
     model = tiny_model(recipe, changes, dtype=torch.float64) if recipe in NAMES else program(name)
@@ -122,6 +123,9 @@ def states(name: str, *, common: float) -> Iterator[Transformer]:
         model.before_step(step)
         yield model.train()
         yield model.eval()
+    if name in PROGRAMS:
+        set_options(model, depth=own_depth(model.config, 5))
+        yield model.train()
     if name in LEAVING:
         set_options(model, depth=own_depths(model, *(1, 3, 4, 2) * (SEQUENCES // 4)))
         yield model.train()

@@ -15,13 +15,14 @@ import small_model
 import torch
 import torch.distributed as dist
 from bytes_run import prepare_bytes
+from dispatch_cases import Case, joined, run_layer
 from parts import make_config
 from torch import Tensor
 from world import run_ranks
 
 from moebius.distributed.checkpoint.format import step_name
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.expert_map import ExpertMap
+from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.model.experts import ExpertMLPs
 from moebius.model.initialise import normal
 from moebius.model.moe import Dispatched, Dispatcher, SparseLayer
@@ -29,7 +30,7 @@ from moebius.model.routing import Routes, token_routes
 from moebius.planning.simulation import dispatch as module
 from moebius.planning.simulation import threads
 from moebius.planning.simulation.calls import expert_maps_of
-from moebius.planning.simulation.dispatch import Cluster, SimulatedCall, simulate
+from moebius.planning.simulation.dispatch import Cluster, SimulatedCall, experts_on_rank, simulate
 from moebius.planning.simulation.threads import RankFailed, run_threads
 from moebius.planning.simulation.traffic_report import across_nodes
 from moebius.train.config.run_config import Config
@@ -151,6 +152,32 @@ def test_uneven_banks_and_placed_experts_with_copies() -> None:
     ]
     assert sum(served) == plain.load_E[1] == 15  # shared by the two copies
     assert served[0] in (6, 6 + 1, 6 + 8)  # its own, and those of a rank without a copy
+
+
+def test_a_layer_on_many_ranks_is_the_layer_on_one() -> None:
+    """Forward and backward with uneven tokens and one expert per rank, bit for bit."""
+    num_ranks = 64
+    tokens = np.random.default_rng(1).permutation(np.arange(num_ranks) % 7).tolist()
+    gradient = torch.linspace(-1, 1, WIDTH)
+    cases = [
+        Case(own.rows_UD, own.routes, gradient.expand(own.num_rows, -1))  # pyright: ignore[reportArgumentType]
+        for own in routed(tokens, num_ranks)
+    ]
+    bank, expert_map = bank_of(num_ranks), contiguous_map(num_ranks, num_ranks)
+
+    def run_rank(rank: int) -> dict[str, Tensor]:
+        own = experts_on_rank(bank, expert_map, rank, torch.float32).requires_grad_()
+        layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]
+        group = dist.group.WORLD
+        assert group is not None
+        layer.dispatcher = make_dispatcher("alltoall", group)
+        return run_layer(layer, cases[rank])
+
+    found = run_threads(run_rank, num_ranks, timeout_s=200)
+    expected = run_layer(SparseLayer(bank), joined(cases))
+    assert expected.keys() == {"y", "x", "gates", "w_up", "w_down", "b_up", "b_down"}
+    for name, value in expected.items():
+        assert torch.equal(torch.cat([each[name] for each in found]), value), name
 
 
 # Faults -------------------------------------------------------------------------------------------

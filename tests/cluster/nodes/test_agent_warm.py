@@ -17,16 +17,19 @@ import pytest
 from jobs import (
     agent_pids,
     assert_nothing_left,
+    curve,
     fake_launch,
     rank_pids,
     template_pids,
     wait_for,
 )
+from rich.console import Console
 from small_corpus import sections_of_words, shards_of_words
 from small_model import TINY
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from moebius.cluster.job import Launch
+from moebius.cluster.job import Launch, State
+from moebius.cluster.local import train_here
 from moebius.cluster.nodes import processes, ranks, template_process
 from moebius.cluster.nodes.assignment import AgentReport, Assignment
 from moebius.cluster.nodes.node import Node
@@ -181,6 +184,25 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
     agent._ranks = {0: rank}
     agent._shutdown()
     assert rank.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.slow  # 25 s
+def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
+    """Bit for bit, and across a kill."""
+    data = shards_of_words(tmp_path, 60)
+    curves = {}
+    for name, changes in (
+        ("programs", {"warm_start": False}),
+        ("forks", {"rehearse_failure_at_step": 6}),
+    ):
+        run_dir = tmp_path / name
+        status = train_here(run_config(data, changes), run_dir, console=Console(quiet=True))
+        assert status.state is State.SUCCEEDED
+        assert status.generation == (1 if name == "programs" else 2)
+        curves[name] = curve(run_dir)
+        assert_nothing_left(run_dir)
+    assert curves["forks"] == curves["programs"]
+    assert len(curves["forks"]) == 12
 
 
 def run_config(shards: Path, changes: dict[str, Any]) -> Config:

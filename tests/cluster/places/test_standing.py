@@ -86,7 +86,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
     shutil.rmtree(directory)
 
 
-def test_the_commands_ask_the_host(fake, moebius):
+def test_the_commands_ask_the_host(fake, moebius, monkeypatch):
     shown = moebius("cluster", "up")
     assert shown.code == 0
     assert "at 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in shown.text
@@ -105,6 +105,10 @@ def test_the_commands_ask_the_host(fake, moebius):
     assert "simulated cluster: node 0 is the head" in refused.text
     assert moebius("cluster", "up", "--add-node").code == 0
     assert fake.added == 1
+    monkeypatch.setattr(host, "runs_at_work", lambda: ["/runs/at-work"])
+    refused = moebius("cluster", "down")
+    assert refused.code == 2
+    assert "jobs are running in the simulated cluster: /runs/at-work" in refused.text
 
 
 def test_a_host_is_asked_in_a_line_of_json_and_survives_anything_else(fake):

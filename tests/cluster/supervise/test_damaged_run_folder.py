@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,45 @@ def test_a_job_that_others_have_taken_over_is_no_success(tmp_path, monkeypatch):
 
 
 # With a model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_training_run_makes_the_same_steps_while_its_files_vanish(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert _train(whole).wait() == 0
+    process = _train(broken)
+    damage = iter(DAMAGES * 100)
+    ended = threading.Event()
+
+    def meddle() -> None:
+        wait_for_step(broken, 3)
+        while not ended.wait(0.3):
+            for path in [path for path in broken.rglob("*") if path.is_file()]:
+                name = str(path.relative_to(broken))
+                if "checkpoints" not in name and name in OURS and name != "supervisor":
+                    damages(next(damage, deleted), broken, name)
+
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    try:
+        code = process.wait()
+    finally:
+        ended.set()
+        thread.join()
+    # after the job's end nobody writes the journal again
+    if code == 0 and (broken / "journal.jsonl").exists():
+        # lines that were deleted are gone; what is left is the undisturbed run's
+        assert read_status(broken).state is State.SUCCEEDED
+        kept, expected = curve_of_whole_lines(broken), curve(whole)
+        assert kept == {step: expected[step] for step in kept}
+
+
+def curve_of_whole_lines(run_dir: Path) -> dict[int, float]:
+    from moebius.cluster.report.run_records import history
+
+    found = {line["step"]: line["loss"] for line in history(run_dir).records() if "loss" in line}
+    return {step: loss for step, loss in found.items() if 0 < step < 900}
 
 
 @pytest.fixture(scope="module")

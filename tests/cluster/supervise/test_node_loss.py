@@ -256,3 +256,40 @@ def undisturbed_digests(config: Config, steps: int) -> Iterator[int]:
     with loader:
         for _ in range(steps):
             yield next(loader).digest % 2**31
+
+
+SUBMIT = """
+import sys
+from pathlib import Path
+from moebius.cluster.submit import submit
+from moebius.train.config.run_config import Config
+run_dir, *command = sys.argv[1:]
+config = Config.load(Path(run_dir).parent / "asked.json")
+submit(config, Path(run_dir), address="simulated", command=command)
+"""
+
+
+@pytest.mark.fault("F11")
+def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text\n" * 2000)
+    config = resolve("smoke", [*SETTINGS, f"prepare.input=['{text}']"], RECIPES)
+    place_data(config, tmp_path).save(tmp_path / "asked.json")
+    run_dir = tmp_path / "run"
+    command = list(plain_launch(run_dir).command)
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", SUBMIT, str(run_dir), *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for((run_dir / "metrics.jsonl").exists, timeout_s=150, what="the first step")
+        wait_for_step(run_dir, 3)
+    finally:
+        watcher.kill()
+        watcher.wait()
+    step = read_status(run_dir).step
+    assert step is not None
+    wait_for_step(run_dir, step + 20)
+    assert read_status(run_dir).generation == 1
+    end_well(run_dir)

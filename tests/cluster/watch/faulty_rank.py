@@ -3,8 +3,8 @@
     python faulty_rank.py RUN_DIR [FAULT:STEP]
 
 Every step takes at least 50 ms, so that a test can interfere. FAULT: hang (before the step's first
-collective, ignoring SIGTERM), data (the loader blocks for 8 s at the step's batch), slow (forward and backward passes take
-0.2 s longer from then on).
+collective, ignoring SIGTERM), leave (exit code 0 before the step), data (the loader blocks for 8 s at
+the step's batch), slow (forward and backward passes take 0.2 s longer from then on).
 """
 
 import os
@@ -28,9 +28,12 @@ def main() -> None:
 
     def step(run, *arguments, **values):
         time.sleep(0.05)
-        if faulty and fault == "hang" and run.progress.step + 1 == int(number):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            hangs_here()
+        if faulty and run.progress.step + 1 == int(number):
+            if fault == "leave":
+                os._exit(0)
+            if fault == "hang":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                hangs_here()
         return own_step(run, *arguments, **values)
 
     def slow(run, *arguments, **values):

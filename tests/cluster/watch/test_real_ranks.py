@@ -1,4 +1,4 @@
-"""F12, F13, F26, F30: ranks of a real run are stopped, hang, wait, starve or are slow.
+"""F3, F12, F13, F26, F30: ranks of a real run leave, are stopped, hang, wait, starve or are slow.
 
 Two ranks run on this machine, as under `moebius train`. Each recovered run must have the losses of an
 undisturbed one.
@@ -108,6 +108,20 @@ def first_step_of_the_next_generation(run_dir: Path) -> float:
     return next(
         entry.time for entry in entries if entry.generation == 2 and entry.state is State.RUNNING
     )
+
+
+@pytest.mark.fault("F3")
+@pytest.mark.nightly
+def test_a_rank_that_leaves_early_is_the_cause(config, expected, tmp_path) -> None:
+    """F3: its exit code is 0, and its peer's is not."""
+    with running(config, tmp_path, "leave:9"):
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 2)
+    cause = status.root_cause
+    assert cause is not None
+    assert (cause.rank, cause.exit_code) == (1, 0)
+    assert "rank 1 exited with code 0 before the run was finished" in cause.summary
+    assert curve(tmp_path) == expected
 
 
 @pytest.mark.fault("F12")

@@ -264,7 +264,13 @@ def test_what_killed_processes_left_in_a_complete_folder_is_removed_if_it_can_be
 
 @pytest.mark.parametrize(
     ("call", "at"),
-    [("replace", range(0, 40, 5)), ("fsync", range(2, 200, 11)), ("link", range(20))],
+    [
+        *(("replace", range(0, 40, 5)), ("fsync", range(2, 200, 11)), ("link", range(20))),
+        *(
+            pytest.param(call, range(200), marks=pytest.mark.nightly)
+            for call in ("replace", "fsync")
+        ),
+    ],
 )
 def test_failing_at_a_write(config, prepared, tmp_path, monkeypatch, call, at):
     """The disk is full at an ever later write, until all writes succeed."""
@@ -288,8 +294,9 @@ def test_failing_at_a_write(config, prepared, tmp_path, monkeypatch, call, at):
         check_nothing_is_half_there(folder, reference)
         assert not list(folder.rglob(f"*{TEMPORARY}*"))
     assert at[1] < survived < at[-1], "there was never room for all"
-    prepare(config, tmp_path / str(at[1]))
-    assert files_of(tmp_path / str(at[1]), "**/*") == reference
+    for number in range(at[1], survived, 5 * at.step):
+        prepare(config, tmp_path / str(number))
+        assert files_of(tmp_path / str(number), "**/*") == reference
 
 
 @pytest.mark.parametrize("num_writes", [5, 17])

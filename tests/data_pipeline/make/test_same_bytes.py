@@ -98,7 +98,13 @@ def test_any_number_of_processes_writes_the_same_bytes(undisturbed, tmp_path, nu
 # ---- interruptions
 
 
-@pytest.mark.parametrize(("shuffle", "every"), [(False, 11), (True, 29)])
+@pytest.mark.parametrize(
+    ("shuffle", "every"),
+    [
+        *((False, 11), (True, 29)),
+        *(pytest.param(shuffle, 3, marks=pytest.mark.nightly) for shuffle in (False, True)),
+    ],
+)
 def test_stopping_the_coordinator_at_many_moments_changes_nothing(
     undisturbed, tmp_path, shuffle, every
 ):

@@ -19,6 +19,7 @@ from moebius.data_pipeline.data_config import DataConfig, Stage
 from moebius.data_pipeline.errors import DataError, PreparationFailedError, ShardError
 from moebius.data_pipeline.manifest import give_up, read_manifest
 from moebius.data_pipeline.read import loader as loader_module
+from moebius.data_pipeline.read import token_store
 from moebius.data_pipeline.read.corruption import BatchFetcher
 from moebius.data_pipeline.read.loader import Batch, Loader, validation_batches
 from moebius.data_pipeline.read.samples import OrderedSamples
@@ -430,3 +431,15 @@ def test_a_loader_names_a_missing_manifest_instead_of_waiting(tmp_path):
         (made.folder / "manifest-000003.json").write_text("{}")
         with pytest.raises(ShardError, match=r"manifest-000002.json is missing"):
             [next(loader) for _ in iter(lambda: loader.wait_until_ready(5), False)]
+
+
+def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
+    """A decoder may do anything with damaged bytes."""
+
+    def decoded(*arguments):
+        raise AssertionError("decoded before the CRC was compared")
+
+    monkeypatch.setattr(token_store, "crc32", lambda message: 0)
+    monkeypatch.setattr(token_store, "decode_batch", decoded)
+    with opened(small) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
+        next(loader)

@@ -205,6 +205,37 @@ def test_a_save_commits_reports_and_divides_the_work(tmp_path, world_size, ep):
         )
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_owners_are_those_of_the_slow_loop(seed):
+    """For every tensor, look at all copies, and take the first of those whose ranks have the least
+    to write.
+    """
+    random = Random(seed)
+    ep = random.choice([1, 2, 3, 4])
+    shard = ep * random.choice([1, 2, 3])
+    world_size = shard * random.choice([1, 2, 5])
+    signature = {
+        f"tensor{index}": (
+            (random.randint(1, 20) * 24,),
+            "float32",
+            random.choice([1, ep, shard]),
+            False,
+        )
+        for index in range(60)
+    }
+    load, expected = [0.0] * world_size, {}
+    for name in sorted(
+        signature, key=lambda name: (-signature[name][2], -signature[name][0][0], name)
+    ):
+        (size,), _, ranks, _ = signature[name]
+        first = min(range(0, world_size, ranks), key=lambda rank: max(load[rank : rank + ranks]))
+        expected[name] = first // ranks
+        for rank in range(first, first + ranks):
+            load[rank] += size / ranks
+    assert checkpoint.owners_of(signature, world_size) == expected
+    assert checkpoint.owners_of(dict(reversed(signature.items())), world_size) == expected
+
+
 # In the background -------------------------------------------------------------------------------------------------
 
 

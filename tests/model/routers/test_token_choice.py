@@ -22,7 +22,7 @@ from routing_oracle import (
 )
 from torch import Tensor
 
-from moebius.model.balance import RunningSum
+from moebius.model.balance import RunningSum, choice_sums
 from moebius.model.routers.capacity import expert_capacity, has_place, row_capacity
 
 B, S, E = 8, 6, 8  # the toy of the table of leaks
@@ -244,6 +244,14 @@ def test_the_z_loss_is_the_mean_square_of_the_log_partition_function() -> None:
             math.log(sum(math.exp(z) for z in row)) ** 2 for row in logits_TE.tolist()
         ) / len(x_TD)
         assert loss.value_B.mean().item() == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_statistics_count_what_was_asked_for_not_what_was_served() -> None:
+    """A balancing loss that saw only the served rows would call a full expert balanced."""
+    router = make_router("token_choice", capacity_factor=0.5)
+    routing = router(rows(B, S, common=2.0).flatten(0, 1), batch_size=B)
+    assert len(routing.routes.expert_N) < B * S
+    assert choice_sums(routing, B)["load"].sum().item() == B * S
 
 
 def test_the_loss_over_first_choices_is_the_published_formula() -> None:

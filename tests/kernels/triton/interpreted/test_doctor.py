@@ -1,12 +1,15 @@
 """The findings of `moebius doctor --gpu` about kernels, in the interpreter."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from moebius.kernels.calls import RowGradients
 from moebius.kernels.triton import norm, rotary, router, router_gradients
+from moebius.kernels.triton.backend import TritonKernels
 from moebius.train import gpu_check
 
 CPU = torch.device("cpu")
@@ -23,6 +26,25 @@ def test_right_kernels_are_ok() -> None:
     finding = gpu_check.check_kernels(CPU, torch.float32)
     assert finding.is_ok, finding
     assert "of plain PyTorch" in finding.found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp_forward", "linear_backward"])
+def test_a_wrong_kernel_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Any = getattr(TritonKernels, name)
+
+    def wrong(*args: object) -> Any:
+        found = right(*args)
+        if isinstance(found, RowGradients):
+            return replace(found, x_UD=found.x_UD * 1.001)
+        return found[0] * 1.001, found[1]
+
+    monkeypatch.setattr(TritonKernels, name, wrong)
+    finding = gpu_check.check_kernels(CPU, torch.float32)
+    assert not finding.is_ok
+    what = "perceptrons with relu: output" if name == "mlp_forward" else "matrices from 64 to 32"
+    assert what in finding.found
+    assert "kernels.backend=segments" in finding.advice
 
 
 def other_experts(*args: Any, right: Any, **options: Any) -> tuple:

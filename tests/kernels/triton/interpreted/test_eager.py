@@ -3,8 +3,8 @@ kernels are launched on their tensors' device.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,62 @@ from unittest import mock
 
 import pytest
 import torch
+from kernel_cases import Case, all_equal, make_call, through_library
+from torch import Tensor
 
+from moebius.kernels.functional import routed_linear, routed_mlp
+from moebius.kernels.fused.norm import add_norm
+from moebius.kernels.fused.rotary import rotate_pair
+from moebius.kernels.fused.router import route_top_k
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.triton import guard
 from moebius.kernels.triton.guard import cdiv, launch, next_power_of_2, triton
+
+Graph = tuple[Callable[..., Tensor], list[Tensor]]
+
+
+def experts(*, defer: bool) -> Graph:
+    _, x, weights, routes = make_call(Case(4, 8, 4, 6, 2), "relu", "no bias", seed=1)
+
+    def call(weight_N: Tensor, x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        given = routes.with_weights(weight_N)
+        with accumulate_weight_gradients() if defer else nullcontext():
+            y = routed_mlp(x, w_up, w_down, given, backend="triton", defer=defer)
+            y = y.sum() + routed_linear(x, w_up, given, backend="triton", defer=defer).sum()
+        return y
+
+    return call, [routes.weight_N.clone(), x, *weights]
+
+
+def layer() -> Graph:
+    """A norm, a rotation and a router."""
+    table = torch.rand(3, 8), torch.rand(3, 8)
+
+    def call(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        rows = add_norm(x, y, norm, None, 1e-5, low=torch.float32, copies=("normed", "total"))
+        assert rows.normed is not None
+        q, k = (each.view(1, 2, 3, 8) for each in rows.copies)
+        q, k = rotate_pair(q, k, *table, scale=0.5)
+        logits, _, gates, _ = route_top_k(rows.normed, weight, top_k=2, gate="softmax")
+        return (q * k).sum() + (logits * 0.1).sum() + gates.square().sum() + rows.total.sum()
+
+    return call, [torch.randn(6, 8), torch.randn(6, 8), torch.rand(8), torch.randn(5, 8)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "case",
+    [experts(defer=False), experts(defer=True), layer()],
+    ids=["experts", "deferred", "layer"],
+)
+def test_values_and_gradients_are_those_of_the_library(case: Graph) -> None:
+    call, values = case
+    leaves, found = [value.clone().requires_grad_() for value in values], []
+    for way in (nullcontext, through_library):
+        with way():
+            loss = call(*leaves)
+            found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all_equal(*found)
 
 
 @pytest.mark.parametrize(("device", "is_entered"), [(-1, False), (0, False), (1, True)])

@@ -5,6 +5,8 @@ Memory is poisoned (conftest.py). Tiles have 16 rows here, so small cases have s
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from kernel_cases import (
     BIASES,
     CASES,
@@ -54,6 +56,24 @@ def test_every_activation_with_and_without_biases(activation: str, biases: str) 
 
 def test_gpt_oss_experts_equal_a_plain_loop_over_its_own_weights() -> None:
     check(*gpt_oss_call(Case(9, 20, 19, 4, 2)), "triton")
+
+
+@pytest.mark.nightly
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+@given(
+    tokens=st.integers(0, 30),
+    width=st.integers(1, 40),
+    hidden=st.integers(1, 36),
+    experts=st.integers(1, 7),
+    share=st.floats(0, 1),
+    activation=st.sampled_from(ACTIVATIONS),
+    biases=st.sampled_from(sorted(BIASES)),
+)
+def test_any_shape(
+    tokens: int, width: int, hidden: int, experts: int, share: float, activation: str, biases: str
+) -> None:
+    case = Case(tokens, width, hidden, experts, max(1, round(share * experts)))
+    check(*make_call(case, activation, biases), "triton")
 
 
 @pytest.mark.parametrize(
