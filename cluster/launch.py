@@ -78,7 +78,7 @@ def refusals(
     *,
     console: Console | None = None,
 ) -> None:
-    """Asks everything that can refuse a run before its folder is opened, and raises the first refusal.
+    """Asks what can refuse a run before its folder is opened, and raises the first refusal.
 
     `begin_run` asks what prepared data decides, also before any rank starts.
 

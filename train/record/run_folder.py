@@ -40,6 +40,7 @@ from ...distributed.checkpoint.source import Source as Source
 from ...plugins import distrust
 from ..config.run_config import Config, ConfigError
 from ..config.schedule import RunSchedule
+from ..config.suggestions import drop_removed
 from ..config.validation import validated
 
 # Up to here, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
@@ -180,9 +181,7 @@ def stored_config(run_dir: Path) -> Config:
         raise ConfigError(f"{run_dir}: is not a run folder ({lacks}){runs_near(run_dir)}")
     if newest is None or saved.exists():
         return Config.load(saved)
-    values = read_meta(newest).meta["config"]
-    distrust(values, run_dir)
-    return validated(Config, values, origin=f"{newest}/meta.json")
+    return checkpoint_config(newest, read_meta(newest).meta)
 
 
 def _check_same_source(asked: Source | None, run_dir: Path) -> None:
@@ -396,4 +395,8 @@ def checkpoint_config(checkpoint: Path, meta: Mapping[str, Any]) -> Config:
     if not {"config", "progress"} <= meta.keys():
         raise CheckpointError(f"{checkpoint}: lacks configuration or progress, so no run wrote it")
     distrust(meta["config"], checkpoint)
-    return validated(Config, meta["config"], origin=f"{checkpoint}/meta.json")
+    origin, values = f"{checkpoint}/meta.json", meta["config"]
+    # Nobody can edit a checkpoint: of the keys that are gone, only the model's can refuse it.
+    if gone := [problem for problem in drop_removed(values) if problem.startswith("  model.")]:
+        raise ConfigError(f"{origin}: the configuration is not valid\n" + "\n".join(gone))
+    return validated(Config, values, origin=origin)

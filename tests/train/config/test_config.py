@@ -241,7 +241,12 @@ def test_configurations_of_0_2_load_without_the_keys_that_are_gone(tmp_path: Pat
     file = tmp_path / "config.json"
     file.write_text(json.dumps(saved))
     assert Config.load(file) == config
-    check_same_run(settings_of(file, {"config": saved, "progress": {"step": 2}}), config, file)
+    saved["checkpoint"]["verify"] = False  # in a checkpoint, which nobody can edit
+    meta = {"config": saved, "progress": {"step": 2}}
+    check_same_run(settings_of(file, meta), config, file)
+    saved["model"]["feed_forward"]["shared_sum"] = "mean"
+    with pytest.raises(ConfigError, match=r"shared_sum: .*shared and routed outputs are added"):
+        settings_of(file, meta)
 
 
 def test_a_part_of_ones_own_has_keys_of_its_own() -> None:
