@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if cases := int(os.environ.get("MOEBIUS_TEST_CASES", 0)):
         limit_slow_cases(items, cases)
     # The last files run while other workers have nothing left to do, so these are the cheap ones.
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] in CHEAP)
+    items.sort(key=lambda item: item.path.relative_to(TESTS.parent).parts[1] in CHEAP)
 
 
 def limit_slow_cases(items: list[pytest.Item], cases: int) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def try_all(mutants: list[Mutant], copy: Path) -> int:
         started, file = time.monotonic(), copy / mutant.file
         whole = file.read_text(encoding="utf-8")
         file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
-        code = run_tests(mutant.tests, copy, stop_early=True)
+        code = run_tests(mutant.tests, copy, "-x", may_fail=True)
         file.write_text(whole, encoding="utf-8")
         verdict = {TESTS_FAILED: "killed", 0: "SURVIVED"}.get(
             code, f"tests cannot be run (exit code {code})"
@@ -106,11 +107,10 @@ def copy_to(copy: Path) -> Path:
     return copy
 
 
-def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: bool = False) -> int:
+def run_tests(tests: Sequence[str], copy: Path, *options: str, may_fail: bool = False) -> int:
     """Returns pytest's exit code, with the copy as the package `moebius`."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", ""]  # slow ones too
-    command += [*(["-x"] if stop_early else []), *tests]
+    command += ["-m", "", *options, *tests]  # slow ones too
     # the satellites' tests import helpers of theirs
     paths = os.pathsep.join(map(str, [copy.parent, *copy.glob("satellites/*/tests")]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -123,7 +123,7 @@ def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: boo
         text=True,
         check=False,
     )
-    if done.returncode not in (0, TESTS_FAILED) or (done.returncode and not stop_early):
+    if done.returncode not in (0, TESTS_FAILED) or (done.returncode and not may_fail):
         print(done.stdout[-3000:], done.stderr[-2000:])
     return done.returncode
 
