@@ -280,15 +280,11 @@ def _npy(url: str, size: int) -> _Ids:
         raise InputError(
             f"{url} is no whole .npy file ({error!s:.200}): write it again with numpy.save"
         ) from error
-    end = array.offset + array.nbytes
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.flags.c_contiguous:
+    is_whole = array.size and array.offset + array.nbytes == size and array.flags.c_contiguous
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not is_whole:
         raise InputError(
-            f"{url} holds {array.dtype} of shape {array.shape}: save whole numbers in C order, with "
-            "one axis (a stream) or two (rows)"
-        )
-    if end != size or not array.size:
-        raise InputError(
-            f"{url} holds {array.size:,} ids up to byte {end:,} of {size:,}: write it again"
+            f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers "
+            "in C order, with one axis (a stream) or two (rows)"
         )
     if array.ndim == 1:
         return _Ids(array)
