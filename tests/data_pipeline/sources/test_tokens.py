@@ -21,6 +21,7 @@ from moebius.data_pipeline.prepare_config import (
     PrepareConfig,
     SourceConfig,
 )
+from moebius.data_pipeline.sources import tokens as source
 from moebius.data_pipeline.sources.formats import plan_splits, read_documents
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
@@ -73,16 +74,17 @@ def test_recorded_files_give_the_rows_of_their_text(files, tmp_path, name):
 
 
 @pytest.mark.parametrize("split_bytes", [1, 17, 100, 10**6])
-def test_splitting_a_file_changes_nothing(files, split_bytes):
+def test_splitting_a_file_changes_nothing(files, split_bytes, monkeypatch):
+    monkeypatch.setattr(source, "_BLOCK_IDS", 7)
     rows = [text for text in TEXTS if len(text) > 20]
     np.save(files / "rows.npy", [list(text.encode())[:20] for text in rows])
     expected = {"rows.npy": [text.encode()[:20] for text in rows]}
     for name in ("megatron.bin", "llm_c.bin", "nanogpt.bin", "stream.npy", "dataset", "rows.npy"):
         config = _config(files / name, split_bytes=split_bytes)
         splits = plan_splits(config)
-        (source,), tokenizer = config.all_sources, BytesTokenizer()
+        (fields,), tokenizer = config.all_sources, BytesTokenizer()
         found = [
-            one for each in splits for one in read_documents(each, source, tokenizer=tokenizer)
+            one for each in splits for one in read_documents(each, fields, tokenizer=tokenizer)
         ]
         wanted = expected.get(name, [text.encode() for text in TEXTS])
         assert [bytes(np.array(one.tokens, np.uint8)) for one in found] == wanted, name
@@ -150,7 +152,10 @@ def test_a_preparation_that_is_stopped_anywhere_goes_on_to_the_same_bytes(files,
         assert files_of(folder) == expected
 
 
-def test_nothing_is_published_before_a_wrong_id_in_the_last_part_and_its_repair_is(tmp_path):
+def test_nothing_is_published_before_a_wrong_id_in_the_last_part_and_its_repair_is(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(source, "_BLOCK_IDS", 16)
     path = tmp_path / "a.bin"
     np.append(STREAM, 300).astype(np.uint16).tofile(path)
     config = _config(path, split_bytes=64, segment_tokens=1)
