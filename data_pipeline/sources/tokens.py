@@ -80,7 +80,7 @@ def token_files(name: str) -> Iterator[tuple[FoundFile, str]]:
         if not found:
             raise InputError(
                 f"input {pattern!r} is a folder without token files ({some_of(_SUFFIXES)}): name the "
-                "files of ids, or text without tokens: (--input)"
+                "files of ids, or prepare text with --input"
             )
         for file in found:
             if given or _is_named(file.url):
