@@ -35,6 +35,9 @@ DEFAULT_SOURCE = "text"
 OWN_TEXTS = "texts"
 """The folder that recipes for your own text read, unless you name other input."""
 
+TOKENS = "tokens:"
+"""The prefix of input that is the ids of an existing tokenizer (`sources/tokens.py`)."""
+
 Name = Annotated[str, Field(min_length=1)]
 """A file, folder, glob, URL or function; an empty name would be the working folder."""
 
@@ -134,8 +137,8 @@ class PrepareConfig(RecordFields):
         default=("embedded",), examples=[["texts/*.txt"]]
     )
     """Files, folders, globs and fsspec URLs of .txt, .md, .jsonl, .json (also .gz, .zst), .parquet and
-    .arrow; python:package.module:function for your own records; or "embedded", the English prose
-    that comes with every Python."""
+    .arrow; python:package.module:function for your own records; tokens:FILE for ids of `tokenizer`; or
+    "embedded", the English prose that comes with every Python."""
 
     validation_input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=(), examples=[["held_out.txt"]]
@@ -271,6 +274,17 @@ class PrepareConfig(RecordFields):
         names = [source.name for source in self.sources]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"several sources are named {repeated[0]!r}: give each its own name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_token_files(self) -> Self:
+        inputs = (name for one in self.all_sources for name in one.input + one.validation_input)
+        if self.tokenizer == "bpe" and (found := [one for one in inputs if one.startswith(TOKENS)]):
+            raise ValueError(
+                f"input {found[0]!r} holds the ids of a tokenizer, and tokenizer='bpe' would train "
+                "another one: name the one that made the file, tokenizer=NAME (--tokenizer): a .json "
+                "or .model file, its folder, or hf://owner/name"
+            )
         return self
 
     @classmethod

@@ -35,6 +35,7 @@ def add_commands(commands: Commands) -> None:
             "prepare --input https://example.com/books.jsonl.zst --output shards",
             "prepare --input chats.jsonl --output shards prepare.prompt_field=question "
             "prepare.answer_field=answer",
+            "prepare --tokens train.bin --tokenizer tok/tokenizer.json --output shards",
             "prepare --input web --output shards prepare.filters=\"['my_filters:too_short']\"",
             "prepare --config mine.toml --output shards --workers 8 prepare.segment_tokens=1000000",
         ],
@@ -54,6 +55,14 @@ def add_commands(commands: Commands) -> None:
         default=[],
         help=".txt, .md, .jsonl, .json (.gz, .zst), .parquet, .arrow: files, folders, globs, URLs; "
         "python:package.module:function; `embedded`, the default, is the prose that Python carries",
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        metavar="FILE",
+        default=[],
+        help="files of ids that --tokenizer has made: .bin of Megatron-LM (with .idx), llm.c or "
+        "nanoGPT, .npy, or a folder of Hugging Face datasets",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer"
@@ -108,14 +117,17 @@ def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
     Raises:
         ValueError: it is not valid.
     """
+    from ...data_pipeline.prepare_config import TOKENS
     from ...train.config.resolve import resolve_prepare
     from ...train.recipes.smoke import RECIPES
 
     values: dict[str, Any] = {}
     overrides = list(options.overrides)
-    # --input consumes all words that follow
-    overrides += filter(_is_override, options.input)
-    if inputs := [word for word in options.input if not _is_override(word)]:
+    # --input and --tokens consume all words that follow
+    overrides += filter(_is_override, options.input + options.tokens)
+    inputs = [word for word in options.input if not _is_override(word)]
+    inputs += [TOKENS + word for word in options.tokens if not _is_override(word)]
+    if inputs:
         values["input"] = inputs
     if options.tokenizer is not None:
         values["tokenizer"] = options.tokenizer

@@ -47,6 +47,7 @@ class Kept:
         self.documents.append(document if stays else _LEFT_OUT)
         if stays:
             self.num_bytes += sys.getsizeof(document.text) + sys.getsizeof(document.prompt)
+            self.num_bytes += sys.getsizeof(document.tokens)
         if self.num_bytes > MAX_KEPT_BYTES:
             self.stamps, self.documents = None, []
 

@@ -124,9 +124,10 @@ def _composed(text: str) -> str:
 
 def _documents(task: UnitTask) -> Iterator[Document]:
     """Yields the normalised documents of a unit."""
-    source = task.source
+    source, faults = task.source, task.config.encoding_faults
+    tokenizer = tokenizer_of(task.directory) if task.unit.has_tokens else None
     for split in task.unit.splits:
-        for document in read_documents(split, source, encoding_faults=task.config.encoding_faults):
+        for document in read_documents(split, source, encoding_faults=faults, tokenizer=tokenizer):
             yield normalised_document(document, has_prompt=source.has_loss_mask)
 
 
@@ -414,10 +415,14 @@ def _encoded(
         pairs = ((document.prompt, document.text) for document in documents)
         yield from (([prompt], answer) for prompt, answer in chat.encode_batch(pairs))
         return
-    texts = [text for document in documents for text in (document.prompt, document.text)]
+    plain = [document for document in documents if document.tokens is None]
+    texts = [text for document in plain for text in (document.prompt, document.text)]
     tokens = iter(tokenizer.encode_batch([text for text in texts if text]))
     for document in documents:
-        yield list(islice(tokens, int(bool(document.prompt)))), next(tokens)
+        if document.tokens is None:
+            yield list(islice(tokens, int(bool(document.prompt)))), next(tokens)
+        else:
+            yield [], document.tokens
 
 
 _Chosen = tuple[Document, Split, bytes, int]

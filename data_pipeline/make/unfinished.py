@@ -27,7 +27,7 @@ from ..manifest import (
     read_manifest,
     shard_name,
 )
-from ..prepare_config import DEFAULT_SOURCE, PrepareConfig, RecordFields
+from ..prepare_config import DEFAULT_SOURCE, TOKENS, PrepareConfig, RecordFields
 from ..sources.embedded import EMBEDDED
 from ..sources.files import FoundFile, find_files
 from ..tokenizers.chat_template import TEMPLATE_FILE
@@ -120,8 +120,10 @@ def _files(config: PrepareConfig, units: Sequence[Unit]) -> list[FoundFile]:
     beside = [] if config.decontaminate is None else list(config.decontaminate.evaluation_sets)
     if config.loads_tokenizer:
         beside += [config.tokenizer, *sorted(glob(f"{escape(config.tokenizer)}/tokenizer*"))]
+    inputs = _inputs(units)
+    beside += [f"{file.url[:-4]}.idx" for file in inputs if file.url.endswith(".bin")]
     paths = [os.path.abspath(path) for path in beside if os.path.isfile(path)]
-    return _inputs(units) + [find_files(path, bool)[0][0] for path in paths]
+    return inputs + [find_files(path, bool)[0][0] for path in paths]
 
 
 def _inputs(units: Sequence[Unit]) -> list[FoundFile]:
@@ -203,6 +205,8 @@ def _led_to(names: Sequence[str]) -> list[str]:
     for name in names:
         if "://" in name or name == EMBEDDED or name.startswith(PYTHON):
             found.append(name)
+        elif name.startswith(TOKENS):
+            found += [TOKENS + path for path in _led_to([name.removeprefix(TOKENS)])]
         else:
             paths = [] if os.path.exists(name) else sorted(glob(name, recursive=True))
             found += [

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 from ..atomic import atomic_write
 from ..errors import InputError
 from ..retries import is_of_connection
+from ..words import some_of
 from .compression import check_head
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
@@ -30,6 +32,9 @@ _BYTES = {
     pa.string_view(): pa.binary_view(),
 }
 _TEXTS = {*_BYTES, *_BYTES.values()}
+IDS_FIELD, MASK_FIELD = "input_ids", "attention_mask"
+"""The columns of a tokenised dataset, as transformers' tokenizers name them."""
+
 _ROWS = 64  # per batch: enough for full speed, few enough for long documents
 
 
@@ -87,12 +92,47 @@ def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     with opened(split.url, split.size) as file, _columnar_errors(split.url, "Arrow"):
         reader = _arrow_reader(file)
         columns = _columns(split.url, reader.schema, rules)
-        is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
-        whole = map(reader.get_batch, range(split.start, split.stop)) if is_file else reader
-        yield from _documents(_small_batches(whole, columns), split, rules)
+        yield from _documents(_small_batches(reader, split, columns), split, rules)
 
 
-def _small_batches(whole: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def token_row_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
+    """Yields ranges as `record_batch_ranges`, of a file that has ids.
+
+    Raises:
+        InputError: it has no column `input_ids` of lists of whole numbers.
+    """
+    with opened(url) as file, _columnar_errors(url, "Arrow"):
+        schema = _arrow_reader(file).schema
+    kinds = {field.name: field.type for field in schema}
+    kind = kinds.get(IDS_FIELD)
+    if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
+        columns = some_of(f"{name!r} ({kind!s:.80})" for name, kind in kinds.items())
+        raise InputError(
+            f"{url}: no column {IDS_FIELD!r} with lists of whole numbers; its columns are {columns}: "
+            f"save dataset.rename_column(NAME, {IDS_FIELD!r}), or read its text with --input"
+        )
+    yield from record_batch_ranges(url, size, split_bytes)
+
+
+def token_rows(split: InputSplit) -> Iterator[np.ndarray]:
+    """Yields the ids of each row, without what its `attention_mask` leaves out as padding."""
+    with opened(split.url, split.size) as file, _columnar_errors(split.url, "Arrow"):
+        reader = _arrow_reader(file)
+        columns = [name for name in (IDS_FIELD, MASK_FIELD) if name in reader.schema.names]
+        for batch in _small_batches(reader, split, columns):
+            for ids, *mask in zip(*batch.columns, strict=True):
+                if not ids.is_valid or ids.values.null_count:
+                    raise InputError(
+                        f"{split.label}: column {IDS_FIELD!r} has nulls: drop these rows"
+                    )
+                values = ids.values.to_numpy(zero_copy_only=False)
+                yield values[mask[0].values.to_numpy(zero_copy_only=False) != 0] if mask else values
+
+
+def _small_batches(reader: Any, split: InputSplit, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yields some rows at a time of a split's batches, or of a whole stream."""
+    is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
+    whole = map(reader.get_batch, range(split.start, split.stop)) if is_file else reader
     for batch in whole:
         chosen = batch.select(columns)
         # Arrow trusts a file's offsets; validate as bytes, because invalid UTF-8 is reported later

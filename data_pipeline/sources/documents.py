@@ -1,9 +1,11 @@
 """The values that formats, planning and tasks share: input splits and documents."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 Role = Literal["train", "validation", "both"]
 
@@ -63,7 +65,7 @@ class Document:
     """Holds one document as read; `row` counts the records of its split.
 
     If a record has prompt and answer, `text` is the answer. A `fault` is the reason why a document has
-    no valid text; `text` then shows its bytes.
+    no valid text; `text` then shows its bytes. `tokens` are the ids of text that is not tokenised again.
     """
 
     text: str
@@ -72,6 +74,7 @@ class Document:
     prompt: str = ""
     record_id: str = ""
     fault: str = ""
+    tokens: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def whole(self) -> str:

@@ -8,11 +8,13 @@ splits. A new format needs a module beside this one and a line in the table.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ...plugins import PYTHON
 from ..errors import InputError
-from ..prepare_config import PrepareConfig, SourceConfig
+from ..prepare_config import TOKENS, PrepareConfig, SourceConfig
+from ..tokenizers.interface import Tokenizer
 from ..words import some_of
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
 from .compression import PACKED
@@ -22,6 +24,7 @@ from .files import FoundFile, find_files
 from .function import function_ranges, function_size, read_function
 from .lines import read_json_lines, read_text, whole_file
 from .records import RecordRules
+from .tokens import WIDTHS, read_token_file, token_files, token_ranges
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ READABLE = (
 _FORMATS = FILE_FORMATS | {
     EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
     PYTHON: Format(function_ranges, read_function, function_size),
+}
+_FORMATS |= {
+    TOKENS + given: Format(
+        partial(token_ranges, given=given),
+        partial(read_token_file, given=given),
+        has_fields=False,
+    )
+    for given in ("", *WIDTHS)
 }
 
 
@@ -137,6 +148,10 @@ def _expand(
     pattern: str, forced: str, tell: Callable[[str], None]
 ) -> Iterator[tuple[FoundFile, str]]:
     """Yields all input that one name stands for, each with its kind."""
+    if pattern.startswith(TOKENS):
+        for file, given in token_files(pattern.removeprefix(TOKENS)):
+            yield file, TOKENS + given
+        return
     other = PYTHON if pattern.startswith(PYTHON) else pattern
     if (form := _FORMATS.get(other)) is not None and form.size is not None:
         yield FoundFile(pattern, form.size(pattern)), other
@@ -154,6 +169,8 @@ def _expand(
     for file in found:
         kind = kind_of(file.url, forced)
         if kind is None:
+            if file.url.endswith((".bin", ".npy")):
+                advice = f"write {TOKENS}{file.url} (--tokens {file.url}) for ids of a tokenizer"
             raise InputError(f"input {file.url!r} has an unknown suffix: {advice}")
         yield file, kind
 
@@ -173,6 +190,7 @@ def read_documents(
     source: SourceConfig,
     *,
     encoding_faults: Literal["error", "drop"] | int = "error",
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[Document]:
     """Reads the documents of one split, in order.
 
@@ -181,9 +199,10 @@ def read_documents(
         source: names the fields of its records.
         encoding_faults: "error" raises on invalid Unicode and lines that are not JSON; otherwise they
             are documents with a `fault`.
+        tokenizer: checks and decodes the ids of token files.
 
     Raises:
         InputError: something cannot be read; the message names its place.
     """
-    rules = RecordRules(source, drop_faults=encoding_faults != "error")
+    rules = RecordRules(source, encoding_faults != "error", tokenizer)
     return _FORMATS[split.kind].read(split, rules)

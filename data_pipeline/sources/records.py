@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...plugins import a_kind
 from ..errors import InputError
 from ..prepare_config import DEFAULT_SOURCE, MAX_LABEL_BYTES, SourceConfig
+from ..tokenizers.interface import Tokenizer
 from ..words import some_of
 from .documents import Document
 
@@ -38,6 +39,7 @@ class RecordRules:
 
     fields: SourceConfig
     drop_faults: bool = False
+    tokenizer: Tokenizer | None = None  # of token files
 
     @property
     def names(self) -> tuple[str, ...]:

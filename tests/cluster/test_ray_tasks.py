@@ -107,8 +107,9 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
+    texts, ids = _texts(tmp_path), Path(__file__).parents[1] / "recorded/tokens/megatron.bin"
     config = PrepareConfig(
-        input=(str(_texts(tmp_path) / "*.txt"), "python:moebius.tests.small_corpus:pages"),
+        input=(f"{texts}/*.txt", "python:moebius.tests.small_corpus:pages", f"tokens:{ids}"),
         tokenizer="bytes",
         validation_fraction=0.3,
         shuffle_documents=shuffle,

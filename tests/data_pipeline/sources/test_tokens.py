@@ -1,0 +1,282 @@
+"""Token files give the shards of the text that they were made of; damaged ones are one clear error."""
+
+import io
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from meddling import StoppedError, check_nothing_is_half_there, files_of
+from small_corpus import sentences, write_jsonl
+from token_stream import documents_of
+
+from moebius.data_pipeline.errors import InputError, PrepareError
+from moebius.data_pipeline.make.pools import LocalPool
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.manifest import is_prepared
+from moebius.data_pipeline.prepare_config import (
+    DecontaminateConfig,
+    PrepareConfig,
+    SourceConfig,
+)
+from moebius.data_pipeline.sources import tokens as source
+from moebius.data_pipeline.sources.formats import plan_splits, read_documents
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
+
+RECORDED = Path(__file__).parents[2] / "recorded/tokens"
+TEXTS = (RECORDED / "texts.txt").read_text().split("\n")[:-1]
+IDS = [[*text.encode(), 256] for text in TEXTS]
+STREAM = np.concatenate(IDS)
+
+
+def _config(*names: object, **options) -> PrepareConfig:
+    inputs = tuple(f"tokens:{name}" for name in names)
+    return PrepareConfig(input=inputs, tokenizer="bytes", **options)
+
+
+def _rows(config: PrepareConfig, folder: Path) -> dict[str, list]:
+    prepare(config, folder)
+    keys = ("tokens", "doc_id", "n_bytes", "source_row")
+    sides = ("train", "validation")
+    return {
+        side: [[row[key] for key in keys] for row in documents_of(folder, side)] for side in sides
+    }
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    """The recorded files, and those that NumPy writes."""
+    folder = Path(shutil.copytree(RECORDED, tmp_path / "files"))
+    np.save(folder / "stream.npy", STREAM)
+    np.save(folder / "stream32.npy", STREAM.astype(">i4"))
+    STREAM.astype(np.uint32).tofile(folder / "wide.bin")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("megatron.bin", "megatron32.idx", "llm_c.bin", "llm_c_llama.bin", "nanogpt.bin"),
+        *("dataset", "stream.npy", "stream32.npy", "wide.bin?dtype=uint32"),
+    ],
+)
+def test_recorded_files_give_the_rows_of_their_text(files, tmp_path, name):
+    """Tokens, hashes, sizes, order and sides; a repeated and an empty document are dropped."""
+    parts = [TEXTS[:5], TEXTS[5:]] if name == "dataset" else [TEXTS]
+    texts = tuple(str(write_jsonl(tmp_path / f"{n}.jsonl", part)) for n, part in enumerate(parts))
+    options = {"tokenizer": "bytes", "validation_fraction": 0.3}
+    expected = _rows(PrepareConfig(input=texts, **options), tmp_path / "text")
+    assert len(expected["train"]) + len(expected["validation"]) == 8
+    assert _rows(_config(files / name, validation_fraction=0.3), tmp_path / "ids") == expected
+
+
+@pytest.mark.parametrize("split_bytes", [1, 17, 100, 10**6])
+def test_splitting_a_file_changes_nothing(files, split_bytes, monkeypatch):
+    monkeypatch.setattr(source, "_BLOCK_IDS", 7)
+    rows = [text for text in TEXTS if len(text) > 20]
+    np.save(files / "rows.npy", [list(text.encode())[:20] for text in rows])
+    expected = {"rows.npy": [text.encode()[:20] for text in rows]}
+    for name in ("megatron.bin", "llm_c.bin", "nanogpt.bin", "stream.npy", "dataset", "rows.npy"):
+        config = _config(files / name, split_bytes=split_bytes)
+        splits = plan_splits(config)
+        (fields,), tokenizer = config.all_sources, BytesTokenizer()
+        found = [
+            one for each in splits for one in read_documents(each, fields, tokenizer=tokenizer)
+        ]
+        wanted = expected.get(name, [text.encode() for text in TEXTS])
+        assert [bytes(np.array(one.tokens, np.uint8)) for one in found] == wanted, name
+        assert len(splits) > 2 or split_bytes > 100 or name == "dataset"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mixture_of_ids_and_text_of_bpe_is_that_of_text(prepared, corpus, tmp_path, shuffle):
+    """With two processes; some documents are in the other source, or in an evaluation set."""
+    tokenizer = load_tokenizer(prepared)
+    texts = sentences(5, 30) + sentences(0, 4)
+    items = write_jsonl(tmp_path / "items.jsonl", [one for one in texts if len(one) > 150][:2])
+    end = np.array([tokenizer.end_of_document_id])
+    ids = [part for each in tokenizer.encode_batch(texts) for part in (each, end)]
+    np.concatenate(ids).astype(np.uint16).tofile(tmp_path / "train.bin")
+    text = str(write_jsonl(tmp_path / "train.jsonl", texts))
+
+    def config(name: str) -> PrepareConfig:
+        return PrepareConfig(
+            sources=(
+                SourceConfig(name="a", input=(name,)),
+                SourceConfig(name="b", input=(str(corpus[0]),)),
+            ),
+            tokenizer=str(prepared),
+            decontaminate=DecontaminateConfig(evaluation_sets=(str(items),)),
+            validation_fraction=0.2,
+            shuffle_documents=shuffle,
+        )
+
+    expected = _rows(config(text), tmp_path / "text")
+    with LocalPool(2) as pool:
+        prepare(config(f"tokens:{tmp_path}/train.bin"), tmp_path / "ids", pool=pool)
+    assert _rows(config(f"tokens:{tmp_path}/train.bin"), tmp_path / "ids") == expected
+
+
+def test_a_preparation_that_is_stopped_anywhere_goes_on_to_the_same_bytes(files, tmp_path):
+    text = write_jsonl(tmp_path / "text.jsonl", sentences(1, 6))
+    ids = [number for one in sentences(3, 4) for number in (*one.encode(), 256)]
+    np.array(ids, np.uint16).tofile(tmp_path / "b.bin")
+    config = PrepareConfig(
+        sources=(
+            SourceConfig(name="a", input=(f"tokens:{files}/megatron.bin",)),
+            SourceConfig(name="b", input=(f"tokens:{tmp_path}/b.bin", str(text))),
+        ),
+        tokenizer="bytes",
+        split_bytes=300,
+        segment_tokens=300,
+    )
+    events: list[object] = []
+    prepare(config, tmp_path / "whole", on_progress=events.append)
+    expected, left = files_of(tmp_path / "whole"), 0
+
+    def stop(progress: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise StoppedError
+
+    for event in range(1, len(events), 5):
+        left, folder = event, tmp_path / str(event)
+        with pytest.raises(StoppedError):
+            prepare(config, folder, on_progress=stop)
+        check_nothing_is_half_there(folder, expected)
+        prepare(config, folder)
+        assert files_of(folder) == expected
+
+
+def test_nothing_is_published_before_a_wrong_id_in_the_last_part_and_its_repair_is(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(source, "_BLOCK_IDS", 16)
+    path = tmp_path / "a.bin"
+    np.append(STREAM, 300).astype(np.uint16).tofile(path)
+    config = _config(path, split_bytes=64, segment_tokens=1)
+    with pytest.raises(
+        InputError, match=r"a\.bin: id 477 is 300, but the tokenizer has the ids 0 to 256"
+    ):
+        prepare(config, tmp_path / "d")
+    assert not is_prepared(tmp_path / "d")
+    STREAM.astype(np.uint16).tofile(path)
+    prepare(config, tmp_path / "d")
+    prepare(config, tmp_path / "e")
+    assert files_of(tmp_path / "d", "*.tok.arrow") == files_of(tmp_path / "e", "*.tok.arrow")
+
+
+def test_another_index_is_another_input_and_another_name_is_not(files, tmp_path, monkeypatch):
+    prepare(_config(files / "megatron.bin"), tmp_path / "d")
+    monkeypatch.chdir(files)
+    prepare(_config("meg*n.bin"), tmp_path / "d")
+    index = bytearray((files / "megatron.idx").read_bytes())
+    index[-16] -= 1  # where the last document but one ends
+    (files / "megatron.idx").write_bytes(index)
+    with pytest.raises(PrepareError, match=r"made of other files .changed: .*megatron.idx"):
+        prepare(_config("megatron.bin"), tmp_path / "d")
+
+
+def _index(*, magic: bytes = b"MMIDIDX\0\0", code: int = 8, offset: int = 0, more: bytes = b""):
+    """Returns the index of one document of two ids."""
+    head = struct.pack("<9sQBQQ", magic, 1, code, 1, 2)
+    return head + struct.pack("<iqqq", 2, offset, 0, 1) + more
+
+
+def _llm_c(*header: int, ids: bytes = b"abcd") -> bytes:
+    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + ids
+
+
+def _npy(values: object, dtype: str) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.asarray(values, dtype), allow_pickle=True)
+    return file.getvalue()
+
+
+BAD = {
+    "empty": ("a.bin", b"", "a.bin is empty"),
+    "odd": (
+        "a.bin",
+        b"abc",
+        "3 bytes are no whole number of them: copy it again, or name their width",
+    ),
+    "uint32 as uint16": (
+        "a.bin",
+        STREAM.astype("<u4").tobytes(),
+        "every second one is 0: .*dtype=TYPE",
+    ),
+    "beyond": ("a.bin", b"\1\0\1\1", "a.bin: id 1 is 257, but the tokenizer has the ids 0 to 256"),
+    "negative": ("a.npy", _npy([[1, 2], [3, -100]], "int64"), "a.npy: id 3 is -100, but"),
+    "llm.c cut": ("a.bin", _llm_c(20240520, 1, 3), "3 ids. and 4 bytes of ids"),
+    "llm.c magic": ("a.bin", _llm_c(20240521, 1, 2), "magic 20240521, version 1"),
+    "llm.c version": ("a.bin", _llm_c(20240801, 1, 1), "magic 20240801, version 1"),
+    "npy of fractions": ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
+    "npy of three axes": ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
+    "npy of objects": ("a.npy", _npy([{}], "object"), "no whole .npy file"),
+    "npy cut": ("a.npy", _npy([1, 2], "int64")[:-1], "no whole .npy file"),
+    "npy too long": ("a.npy", _npy([1, 2], "int64") + b"a", "has 145 bytes for int64 of shape"),
+    "npy without ids": ("a.npy", _npy([], "int64"), r"for int64 of shape .0,."),
+    "index magic": ("a.idx", _index(magic=b"TNTIDX\0\0"), "begins with b'TNTIDX"),
+    "index of fractions": ("a.idx", _index(code=7), "version 1, dtype 7, not"),
+    "index cut": ("a.idx", _index()[:-1], "does not fit the 4 bytes of its .bin: it has 61 bytes"),
+    "index with modes": ("a.idx", _index(more=b"\0"), "a mode per sequence: multimodal"),
+    "index outside": ("a.idx", _index(offset=2), "does not fit .* documents 0 to 1 lie elsewhere"),
+    "index of another width": ("a.idx", _index(code=4), "documents 0 to 1 lie elsewhere"),
+    "two splits": ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
+    "lost file": (
+        "state.json",
+        b'{"_data_files": [{"filename": "b.arrow"}]}',
+        "b.arrow. does not exist",
+    ),
+    "files elsewhere": (
+        "state.json",
+        b'{"_data_files": [{"filename": "/b.arrow"}]}',
+        "files elsewhere",
+    ),
+    "list of files": ("state.json", b"[]", "lists no files"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
+    name, content, words = BAD[case]
+    (tmp_path / "in").mkdir()
+    if name == "a.idx":
+        (tmp_path / "in/a.bin").write_bytes(b"a\0b\0")
+    (tmp_path / "in" / name).write_bytes(content)
+    named = tmp_path / "in" / ("" if name.endswith("json") else name)
+    with pytest.raises(InputError, match=words):
+        prepare(_config(named), tmp_path / "d")
+    assert not is_prepared(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"text": ["a"]}, "no column 'input_ids' .* columns are 'text' .string"),
+        ({"input_ids": [1]}, "columns are 'input_ids' .int64"),
+        ({"input_ids": [[0.5]]}, "columns are 'input_ids' .list<item: double>"),
+        ({"input_ids": [[1], None]}, "has nulls"),
+        ({"input_ids": [[1, None]]}, "has nulls"),
+        ({"input_ids": [[1], [2, 257]]}, r"a.arrow.0:1., row 1: id 1 is 257"),
+    ],
+)
+def test_a_dataset_without_ids_is_one_sentence(tmp_path, columns, words):
+    table = pa.table(columns)
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(InputError, match=words):
+        prepare(_config(tmp_path / "a.arrow"), tmp_path / "d")
+
+
+def test_padding_of_a_dataset_is_left_out(tmp_path):
+    rows = {"input_ids": [[97, 98, 0], [99, 100, 101]], "attention_mask": [[1, 1, 0], [1, 1, 1]]}
+    table = pa.table(rows)
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    found = _rows(_config(tmp_path / "a.arrow", validation_fraction=0.0), tmp_path / "d")["train"]
+    assert [row[0] for row in found] == [[97, 98, 256], [99, 100, 101, 256]]
