@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from damage import flip
 from meshes import meshed, saver_in
 from world import run_ranks
 
@@ -67,7 +66,9 @@ def test_a_score_that_cannot_be_read_costs_no_checkpoint(tmp_path: Path) -> None
     run = tmp_path / "run"
     assert saved(run, BEST, (1, 2.0), (2, 3.0)) == [1, 2]
     meta = run / "checkpoints" / "step_00000001" / "meta.json"
-    flip(meta, meta.read_bytes().index(b"2.0"))  # valid JSON, and another score
+    sound = meta.read_bytes()
+    meta.write_bytes(sound.replace(b'"validation":2.0', b'"validation":9.0'))
+    assert meta.read_bytes() != sound
     assert saved(run, BEST, (3, 2.5)) == [1, 3]  # 1 may be the best
     with pytest.raises(
         ValueError, match=r"@best: the score in .*1 cannot be read; .* of step 1, step 3$"
