@@ -98,6 +98,7 @@ def save_checkpoint(run: OpenRun, result: StepResult) -> None:
     step, keys = run.progress.step, run.config.checkpoint
     is_due = due(step, keys.every) or due(step, keys.keep_every)
     if result.is_last or is_due or keys.keep_best in run.state.measured:
+        run.model.before_step(step)  # as evaluations do, which must leave no trace
         save(run)
 
 
