@@ -78,8 +78,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="start a new run from weights: a run (its newest checkpoint), a checkpoint, a published "
         "folder, or hf://org/name@revision; the recipe then gives everything but the model (default: "
-        "the run's own configuration; of a folder the recipe with its sizes). RUN@STEP branches off a run, with its "
-        "optimizer state and data, and new rates",
+        "the run's own configuration; of a folder the recipe with its sizes). RUN@STEP (or "
+        "RUN@best, RUN@last) branches off a run, with its optimizer state and data, and new rates",
     )
     parser.add_argument(
         "--family", metavar="MODULE:NAME", help="with --from FOLDER: a family of your own"
@@ -113,7 +113,7 @@ def add_checkpoint_argument(
     steps: bool = True,
 ) -> None:
     """Declares a checkpoint by its name, with its step apart if `steps`."""
-    text = f"a run, RUN@STEP, or the folder of a checkpoint; {default}"
+    text = f"a run, RUN@STEP, RUN@best, RUN@last, or the folder of a checkpoint; {default}"
     parser.add_argument("path", type=Path, metavar="RUN[@STEP]|CHECKPOINT", help=text)
     if steps:
         parser.add_argument("--step", type=int, metavar="N", help="the same as RUN@N")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
@@ -31,5 +32,7 @@ def model_on(mesh: Mesh, config: ModelConfig, **changes: Any) -> Transformer:
 
 def saver_in(directory: Path, process: Process, mesh: Mesh, **changes: Any) -> Checkpointer:
     """Opens a folder of checkpoints without a fence that keeps the last two."""
-    options = {"keep_last": 2, "generation": 1, "generation_file": None}
-    return Checkpointer(directory, mesh=mesh, process=process, **(options | changes))
+    options = {"keep_last": 2, "on_failure": "stop", "generation": 1, "generation_file": None}
+    options |= changes
+    keys = {key: options.pop(key) for key in CheckpointConfig.model_fields if key in options}
+    return Checkpointer(directory, CheckpointConfig(**keys), mesh=mesh, process=process, **options)

@@ -493,12 +493,13 @@ def test_the_ranks_of_a_job_import_from_the_folder_of_the_command(
         ("a", "a", None),
         ("a@100", "a", 100),
         ("a@step_00000100", "a", 100),
+        ("a@last", "a", 100),
         ("a/checkpoints/step_00000100", "a", 100),
         ("folder@7", "folder@7", None),
         ("folder@7@8", "folder@7", 8),
         ("folder@7/checkpoints/step_00000008", "folder@7", 8),
         ("copied/step_00000100", "copied/step_00000100", None),
-        ("nowhere@word", "nowhere@word", None),
+        ("nowhere@best", "nowhere@best", None),
         ("link", "a", 100),
     ],
 )
@@ -515,5 +516,5 @@ def test_a_checkpoint_has_one_way_of_names(
     if step is not None:
         with pytest.raises(ValueError, match="name two steps"):
             run_and_step(named, step + 1)
-    with pytest.raises(ValueError, match=r"step follows the @, as in a@100; .* of step 100"):
-        run_and_step("a@best")
+    with pytest.raises(ValueError, match=r"step follows the @, as in a@100, or best.* of step 100"):
+        run_and_step("a@beast")

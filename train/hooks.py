@@ -81,19 +81,25 @@ def move_experts(run: OpenRun, result: StepResult) -> None:
         run.log.write("expert_placement", run.progress.step, **asdict(moved))
 
 
-def save_checkpoint(run: OpenRun, result: StepResult) -> None:
-    """Saves every `checkpoint.every` steps and after the last."""
-    if result.is_last or due(run.progress.step, run.config.checkpoint.every):
-        save(run)
-
-
 def evaluate_validation(run: OpenRun, result: StepResult) -> None:
-    """Evaluates every `train.eval_every` steps and at the end, unless the run was stopped."""
+    """Evaluates every `train.eval_every` steps and at the end.
+
+    A stopped run does not, unless the loss decides which checkpoint stays.
+    """
     finished = run.progress.step == run.config.train.steps
-    is_due = not result.stop and due(run.progress.step, run.config.train.eval_every)
-    if finished or is_due:
+    is_wanted = not result.stop or run.config.checkpoint.keep_best == "validation"
+    if finished or (is_wanted and due(run.progress.step, run.config.train.eval_every)):
         evaluate_run(run)
         run.restart_clock()
+
+
+def save_checkpoint(run: OpenRun, result: StepResult) -> None:
+    """Saves every `checkpoint.every` steps, after the last, and what is to stay for good."""
+    step, keys = run.progress.step, run.config.checkpoint
+    is_due = due(step, keys.every) or due(step, keys.keep_every)
+    if result.is_last or is_due or keys.keep_best in run.state.measured:
+        run.model.before_step(step)  # as evaluations do, which must leave no trace
+        save(run)
 
 
 def log_checkpoints(run: OpenRun, _result: StepResult) -> None:
@@ -111,8 +117,8 @@ HOOKS: tuple[Callable[[OpenRun, StepResult], None], ...] = (
     log_step,
     log_spike,
     move_experts,
-    save_checkpoint,
     evaluate_validation,
+    save_checkpoint,  # after all that measures, because a checkpoint holds its scores
     log_checkpoints,
 )
 
@@ -129,6 +135,7 @@ def evaluate_run(run: OpenRun) -> None:
             if run.process.rank == 0:
                 logger.warning("step %d has no validation loss: %s", run.progress.step, error)
             return
+    run.state.measured["validation"] = result.loss
     run.log.write(
         "eval",
         run.progress.step,

@@ -4,7 +4,7 @@
           → [batch → loss → gradients → clip → update → hooks] × steps
           → end
 
-The hooks (hooks.py) run at every step boundary: log, move experts, save, evaluate. Every rank
+The hooks (hooks.py) run at every step boundary: log, move experts, evaluate, save. Every rank
 runs this code. Decisions (to skip an update, to stop, to save) use numbers that are equal on
 all ranks, so no rank ever enters a collective alone. `cluster/` starts the ranks.
 """
@@ -93,6 +93,7 @@ def train_steps(run: OpenRun) -> str:
         batch = next_batch(run)
         rate = learning_rate_at(optim, run.progress.step)
         run.heartbeat.begin_step(run.progress.step + 1)
+        run.state.measured.clear()
         result = step(run, batch, rate, data_ready=run.loader.ready)
         run.heartbeat.end_step(own_s=result.own_s)
         for hook in HOOKS:

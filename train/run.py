@@ -1,5 +1,6 @@
 """The parts of one run on one rank: built, and restored from a checkpoint."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,8 @@ class RunState:
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
+    # at the present step, equal on all ranks: the loss as "validation", accuracies by tasks' names
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +162,15 @@ def assemble(
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model) | depth_facts(config))
     optimizer = optimizer_of(config.optim, model, mesh)
-    copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last
+    copy_to = config.checkpoint.copy_to
     checkpoints = Checkpointer(
         run_dir / "checkpoints",
+        config.checkpoint,
         mesh=mesh,
         process=process,
-        keep_last=keep_last,
         generation=generation,
         generation_file=run_dir / "generation",
-        on_failure=config.checkpoint.on_failure,
-        second=SecondCopy(copy_to, run_dir, keep_last=keep_last) if copy_to else None,
+        second=SecondCopy(copy_to, run_dir, config.checkpoint) if copy_to else None,
     )
     return Run(
         config=config,
@@ -285,6 +287,7 @@ def save(run: OpenRun) -> None:
         "data": run.loader.samples.position(run.progress.samples),
         "experts": run.expert_placement.as_dict(),
         "config": run.config.model_dump(mode="json"),
+        "measured": {name: float(x) for name, x in run.state.measured.items() if math.isfinite(x)},
     }
     if run.judge.deviations is not None:
         meta["spikes"] = run.judge.as_dict()

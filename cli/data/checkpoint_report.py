@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ...data_pipeline.words import run_and_step, some_of
-from ...distributed.checkpoint.checkpoint_folder import list_set_aside
+from ...data_pipeline.words import reads_in, run_and_step, some_of
+from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig, list_set_aside
 from ...distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
@@ -37,9 +37,10 @@ def list_table(path: Path) -> Table:
         table.add_column(name, justify=justify, no_wrap=name != "state")
     named, (path, step) = path, run_and_step(path)
     own = [found.path for found in list_checkpoints(path / "checkpoints")]
+    kept = _why_kept(own)
     for checkpoint in own if own and step is None else [find_checkpoint(named)]:
         with suppress(FileNotFoundError):  # its run has deleted it as an old one
-            table.add_row(*_row(checkpoint, is_of_run=bool(own)))
+            table.add_row(*_row(checkpoint, kept.get(checkpoint.name), is_of_run=bool(own)))
     if step is not None:
         return table
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
@@ -53,7 +54,18 @@ def list_table(path: Path) -> Table:
     return table
 
 
-def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
+def _why_kept(checkpoints: Sequence[Path]) -> dict[str, str]:
+    """Returns why a run's checkpoints stay, by their names; empty if the newest one cannot tell."""
+    try:
+        section = read_meta(checkpoints[-1]).meta["config"]["checkpoint"]
+        config = CheckpointConfig.model_validate(section)
+    except (ValueError, LookupError, TypeError):
+        return {}
+    names = [path.name for path in checkpoints]
+    return config.why_kept(names, reads_in(checkpoints[-1].parent))
+
+
+def _row(checkpoint: Path, kept: str | None, *, is_of_run: bool) -> tuple[str | Text, ...]:
     """Returns a checkpoint's line of the table; FileNotFoundError if it was deleted meanwhile."""
     step = checkpoint.name.removeprefix("step_").lstrip("0")
     ranks: Sequence[object] = ("", "", "", "")
@@ -68,7 +80,10 @@ def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
             )
     except CorruptCheckpointError as error:
         problems = [str(error)]
-    state = Text(some_of(problems), style="red") if problems else Text("complete", style="green")
+    why = "" if kept is None else f"; kept: {kept}" if kept else "; kept by nothing, will be pruned"
+    state = Text(f"complete{why}", style="green")
+    if problems:
+        state = Text(some_of(problems), style="red")
     return (step, written, size, *map(str, ranks), state)
 
 

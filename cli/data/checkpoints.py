@@ -34,7 +34,7 @@ def _add_ls(actions: Commands) -> None:
         actions,
         "ls",
         _ls,
-        "list a run's checkpoints: steps, sizes, ranks that wrote them",
+        "list a run's checkpoints: steps, sizes, ranks that wrote them, why they stay",
         examples=["ckpt ls runs/mine"],
     )
     add_checkpoint_argument(parser, "default: all of the run", steps=False)

@@ -12,10 +12,11 @@ partial directory never looks like a checkpoint.
 """
 
 import logging
+import math
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from ...data_pipeline.files import sync
+from ...data_pipeline.words import best_of, reads_in, scores_of, step_of
 from .format import CheckpointError, StaleGenerationError, latest, list_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,14 @@ class CheckpointConfig(BaseModel):
     """The number of steps between two checkpoints; 0 saves only at the end."""
 
     keep_last: PositiveInt = 3
-    """How many checkpoints are kept."""
+    """How many of the newest checkpoints are kept."""
+
+    keep_every: NonNegativeInt = Field(default=0, examples=[5000])
+    """Saves and keeps the checkpoints of all steps that are multiples of this; 0: none."""
+
+    keep_best: str | None = Field(default=None, examples=["validation"])
+    """Saves a checkpoint whenever the validation loss is measured ("validation") or the accuracy in a
+    task, and keeps the best one."""
 
     on_failure: OnFailure = "go_on"
     """What happens if a save fails, for example on a full disk: "go_on" continues training until the
@@ -50,8 +59,29 @@ class CheckpointConfig(BaseModel):
     error."""
 
     copy_to: str | None = Field(default=None, examples=["s3://bucket/checkpoints"])
-    """A folder or URL (s3://bucket/checkpoints) for background copies of the last checkpoints, in a
+    """A folder or URL (s3://bucket/checkpoints) for background copies of the kept checkpoints, in a
     subfolder with the run's name."""
+
+    def why_kept(self, names: Sequence[str], read: Callable[[str], bytes]) -> dict[str, str]:
+        """Returns why each of a run's checkpoints stays; "": nothing keeps it.
+
+        Args:
+            names: of their directories.
+            read: as for `scores_of`.
+        """
+        scores, every = scores_of(names, self.keep_best, read), self.keep_every
+        last, best = sorted(names, key=step_of), best_of(scores, self.keep_best)
+        kept = {}
+        for name in names:
+            score = scores.get(name, 0.0)
+            reasons = {
+                "last": name in last[-self.keep_last :],
+                f"every {every}": every and step_of(name) % every == 0,
+                f"best {self.keep_best} {score:.4g}": name == best,
+                "its score cannot be read": math.isnan(score),
+            }
+            kept[name] = ", ".join(reason for reason, is_true in reasons.items() if is_true)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -72,7 +102,7 @@ class CheckpointFolder:
     """
 
     path: Path
-    keep_last: int
+    config: CheckpointConfig
     generation: int
     generation_file: Path | None
 
@@ -132,15 +162,16 @@ class CheckpointFolder:
         return replace(damaged, path=aside)
 
     def delete_old(self, step: int, *, spare: Path | None = None) -> None:
-        """Deletes all but the last n checkpoints up to the one just written; later ones stay.
+        """Deletes checkpoints up to the one just written that nothing keeps; later ones stay.
 
         Args:
             step: the step just written.
             spare: a checkpoint in use, kept until the next call.
         """
         past = [found for found in list_checkpoints(self.path) if found.step <= step]
-        for checkpoint in past[: -self.keep_last]:
-            if checkpoint.path == spare:
+        kept = self.config.why_kept([found.path.name for found in past], reads_in(self.path))
+        for checkpoint in past:
+            if kept[checkpoint.path.name] or checkpoint.path == spare:
                 continue
             doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
             try:

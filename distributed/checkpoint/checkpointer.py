@@ -39,7 +39,13 @@ from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
 from ..process.json_messages import gather_json
 from ..process.process import Process
-from .checkpoint_folder import CheckpointFolder, DamagedCheckpoint, OnFailure, discard, publish
+from .checkpoint_folder import (
+    CheckpointConfig,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    discard,
+    publish,
+)
 from .format import (
     CheckpointError,
     CheckpointMeta,
@@ -105,29 +111,27 @@ class Checkpointer:
 
     Args:
         directory: the folder of checkpoints; unfinished ones of dead generations are removed.
+        config: which ones stay, and what a failed save means.
         mesh: the ranks.
         process: this rank.
-        keep_last: the number of checkpoints to keep.
         generation: this process's generation.
         generation_file: the supervisor's fence; if it exists, only the generation in it commits.
-        on_failure: "stop" raises a failed save at the next one, "go_on" only if none succeeds later.
         second: receives a copy of each checkpoint.
     """
 
     def __init__(
         self,
         directory: Path,
+        config: CheckpointConfig,
         *,
         mesh: Mesh,
         process: Process,
-        keep_last: int,
         generation: int,
         generation_file: Path | None,
-        on_failure: OnFailure = "stop",
         second: SecondCopy | None = None,
     ) -> None:
-        self._folder = CheckpointFolder(directory, keep_last, generation, generation_file)
-        self._on_failure: OnFailure = on_failure
+        self._folder = CheckpointFolder(directory, config, generation, generation_file)
+        self._on_failure = config.on_failure
         self._second = second
         self._rank = process.rank
         self._device = process.device

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...data_pipeline.files import read_regular
 from ...data_pipeline.words import run_and_step, runs_near
+from ...data_pipeline.words import step_of as step_of
 from ..layout import Layout
 
 SUM_BYTES = 16
@@ -134,11 +135,6 @@ class Checkpoint:
 def step_name(step: int) -> str:
     """Returns the directory name of a step's checkpoint: "step_00000050"."""
     return f"step_{step:08d}"
-
-
-def step_of(name: str) -> int:
-    """Returns the step in a checkpoint's directory name."""
-    return int(name.removeprefix("step_"))
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:

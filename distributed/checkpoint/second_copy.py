@@ -1,12 +1,13 @@
-"""Copies a run's last checkpoints to a second place in the background.
+"""Copies a run's checkpoints to a second place in the background.
 
     <copy_to>/<name of the run folder>/run.json                the run that owns these copies
                                        step_00000050/…         a checkpoint's files, manifest.json last
 
 A copy is complete once it has a manifest.json, so no rename is needed, which object stores lack. A
-thread of rank 0 copies one checkpoint at a time, and skips to the newest if several wait. A failed copy
-is reported and does not end the run. A run whose newest checkpoint is damaged or missing fetches a copy
-(recovery.py) and verifies it like any other.
+thread of rank 0 copies one checkpoint at a time, the newest first; older ones that wait are skipped,
+unless they may stay for good (`checkpoint.keep_every`, `keep_best`). What keeps a checkpoint keeps its
+copy. A failed copy is reported and does not end the run. A run whose newest checkpoint is damaged or
+missing fetches a copy (recovery.py) and verifies it like any other.
 
 The run folder and the second place hold the same random number. If they differ, the run does not
 start, so it never resumes from another run's copies.
@@ -27,7 +28,7 @@ from typing import Any
 
 import fsspec
 
-from .checkpoint_folder import discard
+from .checkpoint_folder import CheckpointConfig, discard
 from .format import CheckpointError, step_of
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,13 @@ class CopyRecord:
 class SecondCopy:
     """The second place of one run's checkpoints, as rank 0 sees it."""
 
-    def __init__(self, copy_to: str, run_dir: Path, *, keep_last: int) -> None:
+    def __init__(self, copy_to: str, run_dir: Path, config: CheckpointConfig) -> None:
         self._run_dir = run_dir
         self.url = f"{copy_to.rstrip('/')}/{run_dir.absolute().name}"
-        self._keep_last = keep_last
+        self._config = config
         self._lock = threading.Lock()
-        self._pending: Path | None = None
+        self._pending: list[Path] = []
+        self._newest = ""  # the name of the last one given
         self._thread: threading.Thread | None = None
         self._records: deque[CopyRecord] = deque()
         self.reading: Path | None = None  # the checkpoint being copied, which must stay
@@ -93,7 +95,9 @@ class SecondCopy:
     def copy_later(self, checkpoint: Path) -> None:
         """Schedules the copy of a committed checkpoint after the current one."""
         with self._lock:
-            self._pending = checkpoint
+            self._newest = checkpoint.name
+            may_stay = self._config.keep_every or self._config.keep_best
+            self._pending = [*(self._pending if may_stay else []), checkpoint]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="second copy", daemon=True)
                 self._thread.start()
@@ -154,7 +158,7 @@ class SecondCopy:
             started_s, num_bytes, error = time.monotonic(), 0, None
             try:
                 num_bytes = self._copy(checkpoint)
-                self._delete_old(checkpoint.name)
+                self._delete_old()
             except Exception as cause:  # noqa: BLE001 - reported; training continues
                 error = f"{checkpoint.name} was not copied to {self.url}: {_words(cause)}"
                 logger.warning("%s", error)
@@ -163,7 +167,8 @@ class SecondCopy:
 
     def _next(self) -> Path | None:
         with self._lock:
-            self.reading, self._pending = self._pending, None
+            self._pending = [path for path in self._pending if path.exists()]
+            self.reading = self._pending.pop() if self._pending else None
             if self.reading is None:
                 self._thread = None
             return self.reading
@@ -186,12 +191,14 @@ class SecondCopy:
             num_bytes += size
         return num_bytes
 
-    def _delete_old(self, newest: str) -> None:
-        """Deletes all but the last n copies up to the newest one."""
+    def _delete_old(self) -> None:
+        """Deletes copies up to the newest one that nothing keeps."""
         fs, root = self._place()
-        past = [name for name in _folders(fs, root) if step_of(name) <= step_of(newest)]
-        for name in sorted(past, key=step_of)[: -self._keep_last]:
-            fs.rm(f"{root}/{name}", recursive=True)
+        past = [name for name in _folders(fs, root) if step_of(name) <= step_of(self._newest)]
+        kept = self._config.why_kept(past, lambda name: fs.cat_file(f"{root}/{name}"))
+        for name in past:
+            if not kept[name]:
+                fs.rm(f"{root}/{name}", recursive=True)
 
 
 def _folders(fs: Any, root: str) -> list[str]:

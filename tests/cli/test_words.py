@@ -29,6 +29,8 @@ adapter dpo rlhf sft grpo tp pp cp tensor_model_parallel_size pipeline_parallel_
 num_nextn_predict_layers mup clip_qkv final_logit_softcapping offload rampup_batch_size diloco gguf beam-search
 mamba = not here, because
 keep_latest_k save_total_limit save_top_k = checkpoint.keep_last
+load_best_model_at_end = checkpoint.keep_best
+keep_period = checkpoint.keep_every
 save_steps save_interval checkpoint_period ModelCheckpoint = checkpoint.every
 enable_wandb report_to wandb_project WandbLogger enable_tensorboard tensorboard-dir = train.sinks
 nccl_timeout ddp_timeout distributed-timeout-minutes = train.timeout_s

@@ -253,6 +253,28 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        """Checks that the run measures by what `checkpoint.keep_best` chooses."""
+        best, prepare = self.checkpoint.keep_best, self.prepare
+        # The tasks of a section `evaluate` belong here, too, each with the value of evaluate.every.
+        every = {"validation": self.train.eval_every}
+        if best is not None and not every.get(best):
+            raise ValueError(
+                f"checkpoint.keep_best={best!r} is not measured while the run trains: write "
+                f"checkpoint.keep_best=validation and train.eval_every={self.checkpoint.every or 100}, or "
+                "leave keep_best out"
+            )
+        holds_out = prepare.validation_fraction or any(
+            s.validation_input for s in prepare.all_sources
+        )
+        if best == "validation" and not holds_out:
+            raise ValueError(
+                "checkpoint.keep_best='validation' with prepare.validation_fraction=0: hold out text to "
+                "measure the loss on, or leave keep_best out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_keys(self) -> Self:
         """Refuses keys that `model_copy` of a section has added."""
         for name, section in self:

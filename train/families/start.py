@@ -2,7 +2,7 @@
 
     runs/a                     the newest checkpoint of a run
     runs/a/checkpoints/…       a checkpoint
-    runs/a@step_00000100       a step to branch off at; runs/a@100 is the same
+    runs/a@step_00000100       a step to branch off at, also runs/a@100, runs/a@best, runs/a@last
     folder                     published weights of a known family, with config.json
     hf://org/name@revision     such a folder on the Hugging Face hub
 

@@ -24,7 +24,7 @@ from world import RankFailed, run_ranks
 from moebius.distributed.checkpoint import checkpointer as checkpoint
 from moebius.distributed.checkpoint import format as checkpoint_files
 from moebius.distributed.checkpoint import loading as checkpoint_loading
-from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig, CheckpointFolder
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
@@ -811,7 +811,7 @@ def test_an_old_one_that_cannot_be_deleted_keeps_no_other_from_it(tmp_path, monk
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", busy)
-    CheckpointFolder(tmp_path, 1, 0, None).delete_old(30)
+    CheckpointFolder(tmp_path, CheckpointConfig(keep_last=1), 0, None).delete_old(30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000030"]
     assert "step_00000010 could not be deleted: [Errno 16] Device or resource busy" in caplog.text
 
@@ -830,7 +830,7 @@ def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
 
 def test_a_folder_that_is_gone_does_not_hide_why_a_save_failed(tmp_path):
     gone = tmp_path / "gone"
-    assert CheckpointFolder(gone, 1, 0, None).what_remains() == (
+    assert CheckpointFolder(gone, CheckpointConfig(), 0, None).what_remains() == (
         f"{gone} cannot be read any more: No such file or directory"
     )
 

@@ -16,7 +16,11 @@ from world import run_ranks
 from moebius.distributed.checkpoint import checkpointer as checkpointer_module
 from moebius.distributed.checkpoint import loading
 from moebius.distributed.checkpoint import writing as checkpoint_writing
-from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder, DamagedCheckpoint
+from moebius.distributed.checkpoint.checkpoint_folder import (
+    CheckpointConfig,
+    CheckpointFolder,
+    DamagedCheckpoint,
+)
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
@@ -176,7 +180,7 @@ def without_memory(directory):
 def test_a_stale_generation_sets_nothing_aside(saved):
     fence = saved.parent / "generation"
     fence.write_text("9")
-    folder = CheckpointFolder(saved, 3, 1, fence)
+    folder = CheckpointFolder(saved, CheckpointConfig(), 1, fence)
     with pytest.raises(CheckpointError, match="generation 1 may not"):
         folder.set_aside([DamagedCheckpoint(30, saved / NEWEST, "why")])
     assert (saved / NEWEST).is_dir()
@@ -265,5 +269,5 @@ def test_a_full_disk_ends_a_run_only_if_it_shall_or_the_last_save_fails(saved, n
 
 def test_one_that_cannot_be_renamed_keeps_its_name(saved, caplog):
     gone = DamagedCheckpoint(40, saved / "step_00000040", "why")
-    assert CheckpointFolder(saved, 3, 1, None).set_aside([gone]) == [gone]
+    assert CheckpointFolder(saved, CheckpointConfig(), 1, None).set_aside([gone]) == [gone]
     assert "could not be set aside: No such file" in caplog.text

@@ -13,10 +13,12 @@ import torch
 from meshes import meshed, saver_in
 from world import run_ranks
 
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, open_verified
 from moebius.distributed.checkpoint.second_copy import MARK, SecondCopy
 
 NAMES = itertools.count()
+KEEPS_TWO = CheckpointConfig(keep_last=2)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def copied(second: SecondCopy, *steps: int) -> None:
 
 
 def test_the_last_n_are_there_and_come_back(run_dir: Path, place: str) -> None:
-    second = SecondCopy(place, run_dir, keep_last=2)
+    second = SecondCopy(place, run_dir, KEEPS_TWO)
     second.claim()
     assert second.steps() == []
     copied(second, 10, 20, 30)
@@ -65,7 +67,7 @@ def test_the_last_n_are_there_and_come_back(run_dir: Path, place: str) -> None:
 
 
 def test_a_copy_without_its_last_file_is_none(run_dir: Path, place: str) -> None:
-    second = SecondCopy(place, run_dir, keep_last=2)
+    second = SecondCopy(place, run_dir, KEEPS_TWO)
     copied(second, 10, 20)
     fsspec.filesystem("memory").rm_file(f"{second.url}/step_00000020/manifest.json")
     assert second.steps() == [10]
@@ -74,7 +76,7 @@ def test_a_copy_without_its_last_file_is_none(run_dir: Path, place: str) -> None
 def test_a_failing_place_is_told_and_ends_nothing(
     run_dir: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = SecondCopy(place, run_dir, keep_last=2)
+    second = SecondCopy(place, run_dir, KEEPS_TWO)
 
     def broken(*_: object, **__: object) -> None:
         raise ConnectionError("the bucket is gone")
@@ -93,7 +95,11 @@ def test_a_failing_place_is_told_and_ends_nothing(
 def test_of_those_that_wait_only_the_newest_is_copied(
     run_dir: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second, may_go_on, copy = SecondCopy(place, run_dir, keep_last=9), threading.Event(), None
+    second, may_go_on, copy = (
+        SecondCopy(place, run_dir, CheckpointConfig(keep_last=9)),
+        threading.Event(),
+        None,
+    )
     copy = SecondCopy._copy
 
     def slow(self: SecondCopy, checkpoint: Path) -> int:
@@ -114,11 +120,11 @@ def test_of_those_that_wait_only_the_newest_is_copied(
 
 
 def test_another_runs_copies_are_not_taken(tmp_path: Path, run_dir: Path, place: str) -> None:
-    SecondCopy(place, run_dir, keep_last=2).claim()
-    SecondCopy(place, run_dir, keep_last=2).claim()  # the next generation of the same run
+    SecondCopy(place, run_dir, KEEPS_TWO).claim()
+    SecondCopy(place, run_dir, KEEPS_TWO).claim()  # the next generation of the same run
     other = tmp_path / "elsewhere" / "mine"
     other.mkdir(parents=True)
-    second = SecondCopy(place, other, keep_last=2)
+    second = SecondCopy(place, other, KEEPS_TWO)
     with pytest.raises(CheckpointError, match="holds the checkpoints of another run, not of"):
         second.claim()
     assert not (other / MARK).exists()
@@ -132,7 +138,7 @@ def test_a_place_that_cannot_be_reached_is_told_at_the_first_start_and_later_bor
     def unreachable(*_: object, **__: object) -> None:
         raise TimeoutError
 
-    second = SecondCopy(place, run_dir, keep_last=2)
+    second = SecondCopy(place, run_dir, KEEPS_TWO)
     with monkeypatch.context() as patched:
         patched.setattr(type(fsspec.filesystem("memory")), "exists", unreachable)
         with pytest.raises(
@@ -158,7 +164,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 def save_and_go_on(run_dir: Path, place: Path, steps: list[int]) -> object:
     """Saves, and says what a run would go on from, the damaged ones, and who fetched."""
     with meshed() as (process, mesh):
-        second = SecondCopy(f"file://{place}", run_dir, keep_last=2)
+        second = SecondCopy(f"file://{place}", run_dir, KEEPS_TWO)
         saver = saver_in(run_dir / "checkpoints", process, mesh, second=second)
         for step in steps:
             saver.save(step, state_of(step), {}, {})

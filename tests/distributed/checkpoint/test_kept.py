@@ -1,0 +1,137 @@
+"""Which checkpoints stay, here and in the second place, what says so, and what RUN@best means."""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshes import meshed, saver_in
+from world import run_ranks
+
+from moebius.cli.main import main
+from moebius.data_pipeline.words import run_and_step
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig
+from moebius.distributed.checkpoint.format import find_checkpoint, list_checkpoints
+from moebius.distributed.checkpoint.second_copy import SecondCopy
+
+BEST: dict[str, Any] = {"keep_last": 1, "keep_best": "validation"}
+
+
+def save_scores(run_dir: Path, keys: dict[str, Any], scores: list[tuple[int, Any]]) -> None:
+    """Saves a checkpoint of every step with its score; None: nothing was measured."""
+    config = CheckpointConfig(**keys)
+    second = SecondCopy(config.copy_to, run_dir, config) if config.copy_to else None
+    with meshed() as (process, mesh):
+        saver = saver_in(run_dir / "checkpoints", process, mesh, second=second, **keys)
+        for step, score in scores:
+            meta: dict[str, Any] = {"config": {"checkpoint": config.model_dump(mode="json")}}
+            if score is not None:
+                meta["measured"] = {config.keep_best: score}
+            saver.save(step, {"weight": torch.full((4,), float(step))}, {}, meta)
+            saver.wait()
+            saver.wait_for_copies(10)
+
+
+def saved(run_dir: Path, keys: dict[str, Any], *scores: tuple[int, Any]) -> list[int]:
+    """Returns the steps of a run's checkpoints after it has saved these, too."""
+    run_dir.mkdir(exist_ok=True)
+    run_ranks(save_scores, 1, run_dir, keys, list(scores))
+    return [found.step for found in list_checkpoints(run_dir / "checkpoints")]
+
+
+RULES: dict[str, tuple[dict[str, Any], list[tuple[int, Any]], list[int]]] = {
+    "the earliest of equal ones": ({}, [(1, 3.0), (2, 2.0), (3, 2.0), (4, 5.0)], [2, 4]),
+    "a better one takes its place": ({}, [(1, 3.0), (2, 4.0), (3, 2.5), (4, 5.0)], [3, 4]),
+    "the last is the best": ({}, [(1, 3.0), (2, 2.0)], [2]),
+    "measured again after going back": ({}, [(1, 3.0), (2, 2.0), (3, 4.0), (2, 2.0)], [2, 3]),
+    "one not measured is no best": ({}, [(1, None), (2, 3.0), (3, None), (4, None)], [2, 4]),
+    "nor is what is no score": ({}, [(1, True), (2, "1"), (3, [1]), (4, 9.0), (5, {})], [4, 5]),
+    "multiples": ({"keep_every": 2}, [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [1, 2, 4, 5]),
+    "an accuracy": ({"keep_best": "piqa"}, [(1, 0.5), (2, 0.9), (3, 0.7)], [2, 3]),
+    "as before": ({"keep_best": None, "keep_last": 2}, [(1, 0.5), (2, 0.9), (3, 0.7)], [2, 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_same_stay_here_and_in_the_second_place(name: str, tmp_path: Path) -> None:
+    keys, scores, kept = RULES[name]
+    keys = BEST | keys | {"copy_to": f"file://{tmp_path}/place"}
+    assert saved(tmp_path / "run", keys, *scores) == kept
+    assert [each.step for each in list_checkpoints(tmp_path / "place" / "run")] == kept
+
+
+def test_a_score_that_cannot_be_read_costs_no_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert saved(run, BEST, (1, 2.0), (2, 3.0)) == [1, 2]
+    meta = run / "checkpoints" / "step_00000001" / "meta.json"
+    sound = meta.read_bytes()
+    meta.write_bytes(sound.replace(b'"validation":2.0', b'"validation":9.0'))
+    assert meta.read_bytes() != sound
+    assert saved(run, BEST, (3, 2.5)) == [1, 3]  # 1 may be the best
+    with pytest.raises(
+        ValueError, match=r"@best: the score in .*1 cannot be read; .* of step 1, step 3$"
+    ):
+        run_and_step(f"{run}@best")
+    shutil.rmtree(meta.parent)
+    assert run_and_step(f"{run}@best") == (run, 3)
+
+
+def test_what_may_stay_is_copied_although_newer_ones_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, may_go_on, copy = tmp_path / "run", threading.Event(), SecondCopy._copy
+    saved(run, BEST | {"keep_last": 9}, (1, 4.0), (2, 1.0), (3, 3.0), (4, 2.0))
+
+    def slow(self: SecondCopy, checkpoint: Path) -> int:
+        may_go_on.wait(10)
+        return copy(self, checkpoint)
+
+    monkeypatch.setattr(SecondCopy, "_copy", slow)
+    second = SecondCopy(f"file://{tmp_path}/place", run, CheckpointConfig(**BEST))
+    for found in list_checkpoints(run / "checkpoints"):
+        second.copy_later(found.path)
+    shutil.rmtree(run / "checkpoints" / "step_00000003")  # deleted before its turn
+    may_go_on.set()
+    second.wait(10)
+    assert second.steps() == [4, 2]
+    assert [record.error for record in second.poll()] == [None, None, None]
+
+
+def test_ls_says_why_each_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run, keys = tmp_path / "run", BEST | {"keep_every": 2}
+    saved(run, keys, (1, 3.25), (2, 4.0), (3, 5.0))
+    pruned = run / "checkpoints" / "step_00000003"
+    shutil.copytree(pruned, tmp_path / pruned.name)
+    saved(run, keys, (4, 6.0))
+    shutil.move(tmp_path / pruned.name, pruned)
+    shutil.copytree(run / "checkpoints", tmp_path / "copied" / "checkpoints")
+    with pytest.raises(SystemExit):
+        main(["ckpt", "ls", str(tmp_path / "copied")])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("complete")[2].strip() for line in lines] == [
+        "; kept: best validation 3.25",
+        "; kept: every 2",
+        "; kept by nothing, will be pruned",
+        "; kept: last, every 2",
+    ]
+
+
+def test_a_run_has_names_for_its_best_and_last(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"run@last: a step follows the @.* checkpoints of none$"):
+        run_and_step(f"{run}@last")
+    saved(run, {}, (1, None))
+    with pytest.raises(ValueError, match=r"was saved without checkpoint.keep_best.* of step 1$"):
+        run_and_step(f"{run}@best")
+    saved(run, BEST, (2, None))
+    with pytest.raises(ValueError, match=r"no checkpoint has a score of 'validation' yet"):
+        run_and_step(f"{run}@best")
+    saved(run, BEST, (3, 1.0), (4, 2.0))
+    assert find_checkpoint(Path(f"{run}@best")) == run / "checkpoints" / "step_00000003"
+    assert find_checkpoint(Path(f"{run}@last")) == run / "checkpoints" / "step_00000004"
