@@ -382,7 +382,8 @@ def _chat(options: argparse.Namespace) -> int:
         raise ValueError("chat answers in one process: start it without torchrun")
     conversation, code = Conversation(_restored(options)), 0
     if conversation.template is None:
-        print_message("note", f"{options.path} has no chat template: the model continues your text")
+        told = f"{options.path} has no chat template: the model continues your text"
+        print_message("note", told, style="bold")
     for number, prompt in enumerate(_prompts(conversation)):
         try:
             for piece in conversation.answer(
@@ -419,7 +420,7 @@ def _prompts(conversation: "Conversation") -> Iterator[str]:
         if line.strip() == "/reset":
             conversation.turns.clear()
         elif line.strip():
-            yield line
+            yield line.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _restored(options: argparse.Namespace) -> "Restored":

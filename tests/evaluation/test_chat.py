@@ -122,7 +122,7 @@ def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
     monkeypatch.setattr(texts, "generate", generate)
     options = {"num_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     list(conversation.answer("First <|im_end|>", **options))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C
         list(conversation.answer("Second", **options))
     asked = "user\nFirst <|im_end|>\nassistant\nAnswer 1\nuser\nSecond\nassistant\n"
     assert seen[1] == asked  # without special tokens
