@@ -99,9 +99,10 @@ def test_the_loss_of_a_document_is_that_of_its_prepared_row(bytes_run, tmp_path)
     assert {len(text) for text in texts} == {S}
     file = write_records(tmp_path / "two.jsonl", texts)
     other = write_records(tmp_path / "other.jsonl", sentences(1, 40))
-    sides = {"input": (str(other),), "validation_input": (str(file),)}
-    prepare(PrepareConfig(tokenizer="bytes", **sides), tmp_path / "shards")
-    found = measure_text(bytes_run, [str(file)]).documents
+    side = (str(file),)
+    config = PrepareConfig(tokenizer="bytes", input=(str(other),), validation_input=side)
+    prepare(config, tmp_path / "shards")
+    found = package.evaluate_text(bytes_run, file).documents
     with start_process("cpu") as process, torch.no_grad():
         restored = restore(bytes_run, process)
         data = restored.config.data.model_copy(update={"directory": str(tmp_path / "shards")})
