@@ -37,7 +37,7 @@ from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
-from .evaluation.perplexity import Measurement, measure
+from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.trace import LayerRoutes as LayerRoutes
@@ -393,6 +393,29 @@ def evaluate(
         ValueError: the run, its checkpoint or its data cannot be read.
     """
     return measure(Path(path), step=step, split=split, max_rows=max_rows)
+
+
+@checked
+def evaluate_text(
+    path: str | PathLike[str],
+    text: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    step: int | None = None,
+) -> SlidingMeasurement:
+    """Returns a checkpoint's `.loss` and `.bits_per_byte` on files, like `moebius eval --text`.
+
+    Args:
+        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        text: files, folders, globs or URLs; `prepare.text_field=NAME` can stand among them.
+        step: the same as RUN@STEP.
+
+    Raises:
+        ValueError: the run or a file cannot be read, or the model reads the future.
+    """
+    files = [text] if isinstance(text, str | PathLike) else text
+    found = measure_text(Path(path), [os.fspath(file) for file in files], step=step)
+    assert found is not None, "one process"
+    return found
 
 
 @checked

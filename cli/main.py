@@ -66,7 +66,6 @@ ALIASES = {
     "list": "status or models",
     "ls": "status or models",
     "recipes": "models",
-    "chat": "eval RUN --prompt TEXT",
     "infer": "eval RUN --prompt TEXT",
     "inference": "eval RUN --prompt TEXT",
     "serve": "ckpt export, for vLLM and others to serve",

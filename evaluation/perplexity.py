@@ -1,28 +1,44 @@
-"""Measures a checkpoint's loss on a split, over windows as in training or overlapping windows.
+"""Measures a checkpoint's loss on a split, over windows as in training or overlapping windows, or on
+the documents of any files.
 
 Without overlap, as in training, a token has half a window of context on average. Windows that move
 by less than their length give every token but the first ones at least length − stride tokens of
 context. Bits per byte divide by the text's UTF-8 bytes instead of tokens, so that runs with
 different tokenizers compare.
+
+A document of a file is scored as lm-evaluation-harness does (`loglikelihood_rolling`): after an end of
+document, in windows that do not overlap, without its own end.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from ..data_pipeline.errors import DataError
+from ..data_pipeline.errors import DataError, InputError
+from ..data_pipeline.make.tasks import in_batches, normalised_document
+from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.read.rows import SplitReader
+from ..data_pipeline.sources.documents import InputSplit
+from ..data_pipeline.sources.formats import plan_splits, read_documents
+from ..data_pipeline.words import some_of
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
+from ..train.config.resolve import resolve_prepare
+from ..train.config.run_config import ConfigError
 from ..train.evaluate import Evaluation, evaluate
 from .batches import rolling_rows
-from .restore import refuse_pairs, require_data, restore, tokenizer_of_run
-from .scoring import open_scorer
+from .restore import Restored, refuse_pairs, require_data, restore, tokenizer_of_run
+from .scoring import Advance, Scorer, open_scorer
+
+logger = logging.getLogger(__name__)
 
 _ROWS_AT_A_TIME = 1024  # rows of the split in memory
+_CHARS_AT_A_TIME = 2**18  # of files
+_READING = [f"prepare.{key}" for key in ("text_field", "id_field", "format", "encoding_faults")]
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,13 @@ class SlidingMeasurement:
     """Holds a checkpoint's loss on a split, with windows of `context` tokens that move by `stride`."""
 
     step: int
-    split: str
+    split: str  # or files, or a document's id or place
     context: int
     stride: int
     log_probability: float  # nats, of all tokens together
     tokens: int
     text_bytes: int
+    documents: tuple["SlidingMeasurement", ...] = ()  # of files
 
     @property
     def loss(self) -> float:
@@ -98,12 +115,17 @@ class SlidingMeasurement:
         """Returns bits per UTF-8 byte of the text; ends of documents cost bits but have no bytes."""
         return -self.log_probability / math.log(2) / self.text_bytes
 
+    @property
+    def perplexity(self) -> float:
+        """Returns the perplexity, exp(loss), with the loss capped at 700."""
+        return math.exp(min(self.loss, 700.0))
+
     def __str__(self) -> str:
-        perplexity = math.exp(min(self.loss, 700.0))
+        documents = f" in {len(self.documents):,} documents" if self.documents else ""
         return (
             f"step {self.step}, {self.split}: loss {self.loss:.4f} nats per token, perplexity "
-            f"{perplexity:.2f}, {self.bits_per_byte:.4f} bits per byte, over {self.tokens:,} tokens "
-            f"({self.text_bytes:,} bytes), windows of {self.context} that move by {self.stride}"
+            f"{self.perplexity:.2f}, {self.bits_per_byte:.4f} bits per byte, over {self.tokens:,} tokens "
+            f"({self.text_bytes:,} bytes){documents}, windows of {self.context} that move by {self.stride}"
         )
 
 
@@ -161,6 +183,105 @@ def measure_sliding(
     return SlidingMeasurement(
         restored.step, split, data.seq_len, stride, log_probability, tokens, num_bytes
     )
+
+
+def measure_text(
+    run_dir: Path,
+    text: Sequence[str],
+    *,
+    step: int | None = None,
+    loops: int | None = None,
+    seed: int = 0,
+    on_text: Callable[[str, int], Advance] | None = None,
+) -> SlidingMeasurement | None:
+    """Returns a checkpoint's loss on the documents of files, whatever its data is; writes nothing.
+
+    Documents are read and normalised as `moebius prepare` does; empty ones do not count. Ranks
+    started by torchrun share their rows.
+
+    Args:
+        run_dir: the run folder.
+        text: files, folders, globs and URLs, and `prepare.key=value` of how to read them.
+        step: of the checkpoint; None: the newest.
+        loops: repeats of the core; None: as trained.
+        seed: of group contexts, if the model needs them.
+        on_text: called with a name and a number of bytes; returns the callback for finished bytes.
+
+    Returns:
+        The loss on the first rank, with that of each document; None on others.
+
+    Raises:
+        ValueError: the run, its checkpoint, its tokenizer or a file cannot be read, there is no
+            text, or the model reads later positions.
+    """
+    source = _source_of(text)
+    with start_process("auto") as process:
+        splits = plan_splits(source, logger.warning if process.rank == 0 else lambda news: None)
+        restored = restore(run_dir, process, step=step, loops=loops)
+        refuse_pairs(restored)
+        scorer = open_scorer(restored, process, seed=seed)
+        advance = on_text and on_text("text", sum(split.num_bytes for split in splits))
+        found = tuple(_scored(_documents(source, splits), restored, scorer, advance))
+    if not found:
+        raise InputError(
+            f"{some_of(source.input)}: there is no text in it: name files that hold some"
+        )
+    if process.rank > 0:
+        return None
+    sums = ("log_probability", "tokens", "text_bytes")
+    whole = {name: sum(getattr(document, name) for document in found) for name in sums}
+    return replace(found[0], split=some_of(source.input), documents=found, **whole)
+
+
+def _source_of(text: Sequence[str]) -> PrepareConfig:
+    """Returns how to read files, from their names and the keys among them."""
+    keys = [word for word in text if word.startswith("prepare.") and "=" in word]
+    files = [word for word in text if word not in keys]
+    if unread := [key for key in keys if key.partition("=")[0] not in _READING]:
+        raise ConfigError(
+            f"{unread[0]}: leave it out; only {', '.join(_READING)} change how a text is read"
+        )
+    if not files:
+        raise ConfigError("no text is named: give its files, folders, globs or URLs")
+    unsplit = {"input": files, "split_bytes": 2**62}  # so that documents are counted over a file
+    return resolve_prepare(None, keys, {}, options=unsplit)
+
+
+def _documents(source: PrepareConfig, splits: Sequence[InputSplit]) -> Iterator[tuple[str, str]]:
+    """Yields the id or place of each document with text, and its text."""
+    faults, limit = 0, source.encoding_faults
+    for split in splits:
+        for read in read_documents(split, source.all_sources[0], encoding_faults=limit):
+            document = normalised_document(read, has_prompt=False)
+            faults += bool(document.fault)
+            if isinstance(limit, int) and faults > limit:
+                limit_text = f"more than prepare.encoding_faults={limit} documents are faulty"
+                raise InputError(f"{split.url}: {limit_text}: repair the input, or raise the limit")
+            if document.text and not document.fault:
+                yield document.record_id or f"{split.url}:{document.row + 1}", document.text
+
+
+def _scored(
+    documents: Iterator[tuple[str, str]],
+    restored: Restored,
+    scorer: Scorer,
+    advance: Advance | None,
+) -> Iterator[SlidingMeasurement]:
+    """Yields the loss of each document; collective with several ranks."""
+    tokenizer, context = tokenizer_of_run(restored), restored.config.data.seq_len
+    batches = in_batches(documents, lambda document: len(document[1]), _CHARS_AT_A_TIME)
+    for number, batch in enumerate(batches):
+        tokens = [ids.tolist() for ids in tokenizer.encode_batch([text for _, text in batch])]
+        families = [rolling_rows(ids, tokenizer.end_of_document_id, context) for ids in tokens]
+        scores = scorer.score(families, draw=number)
+        for (name, text), ids, rows in zip(batch, tokens, scores, strict=True):
+            total, size = sum(row.total() for row in rows), len(text.encode())
+            if ids:
+                yield SlidingMeasurement(
+                    restored.step, name, context, context, total, len(ids), size
+                )
+            if advance is not None:
+                advance(size)
 
 
 def _stretches(streams: Sequence[range], num_rows: int) -> Iterator[tuple[int, int]]:

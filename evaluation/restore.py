@@ -166,7 +166,7 @@ def chat_of_run(restored: Restored, tokenizer: Tokenizer) -> ChatTemplate:
     config, run_dir = restored.config, run_and_step(restored.checkpoint)[0]
     places = [config.data.directory, str(run_dir / SOURCE_FILES)]
     places += [config.prepare.tokenizer] if config.prepare.loads_tokenizer else []
-    advice = "leave out --chat (chat=True) to continue the text itself"
+    advice = "with `eval --prompt`, leave out --chat (chat=True) to continue the text itself"
     for place in filter(None, places):
         if saved := find_template(place):
             return ChatTemplate(saved, tokenizer, where=place, advice=advice)

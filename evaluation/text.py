@@ -1,4 +1,4 @@
-"""Generates text with a trained run, or scores a given text.
+"""Generates text with a trained run, converses with it, or scores a given text.
 
 A model that routes sequences together needs a group context from its training text for both (arXiv
 2310.15961), drawn from the seed.
@@ -7,14 +7,16 @@ A model that routes sequences together needs a group context from its training t
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
+from ..train.config.run_config import ConfigError
 from .batches import Row
-from .generate import generate
+from .generate import check_group_context, generate
 from .group_context import group_context_size
 from .restore import Restored, chat_of_run, refuse_pairs, tokenizer_of_run
 from .scoring import open_scorer, text_beside
@@ -45,28 +47,98 @@ def write_text(
     refuse_pairs(restored)
     tokenizer = tokenizer_of_run(restored)
     ids = chat_of_run(restored, tokenizer).begin(prompt) if chat else _plain(tokenizer, prompt)
-    ids = ids.astype("int64").tolist()
     context_MS = draw_group_context(restored, len(ids) + num_tokens - 1, seed=seed)
-    shown = len(tokenizer.decode(ids)) if chat else len(prompt)
     if not chat:
         yield prompt
-    for token in generate(
-        restored.model,
-        torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device),
+    yield from _written(
+        restored,
+        tokenizer,
+        ids.tolist(),
+        len(tokenizer.decode(ids)) if chat else len(prompt),
+        ends=chat,
         num_tokens=num_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         context_MS=context_MS,
         cache_loops=cache_loops,
-    ):
-        if chat and token == tokenizer.end_of_document_id:
+    )
+
+
+def _written(
+    restored: Restored, tokenizer: Tokenizer, ids: list[int], shown: int, ends: bool, **options: Any
+) -> Iterator[str]:
+    """Yields what the model writes after ids of `shown` characters; if it `ends`, up to its end."""
+    prompt_S = torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device)
+    for token in generate(restored.model, prompt_S, **options):
+        if ends and token == tokenizer.end_of_document_id:
             return
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):
             yield text[shown:]
             shown = len(text)
+
+
+class Conversation:
+    """Answers prompts in view of earlier `turns`, prompts with their answers.
+
+    Without a chat template, the model continues the text of all turns, each on a line of its own.
+
+    Raises:
+        ValueError: the model cannot generate, or the run's tokenizer or template cannot be used.
+    """
+
+    def __init__(self, restored: Restored) -> None:
+        refuse_pairs(restored)
+        check_group_context(restored.model, draw_group_context(restored, 1, seed=0), length=1)
+        self._restored, self._tokenizer = restored, tokenizer_of_run(restored)
+        self.turns: list[tuple[str, str]] = []
+        try:
+            self.template = chat_of_run(restored, self._tokenizer)
+        except ConfigError:  # there is none
+            self.template = None
+
+    def answer(
+        self, prompt: str, *, num_tokens: int, seed: int, **sampling: float
+    ) -> Iterator[str]:
+        """Yields the answer piece by piece, up to its end or that of the context.
+
+        Drops the oldest turns if neither half of the context nor what the answer may need is free.
+        What an interrupted answer has said remains. `sampling` is the temperature and top_p.
+
+        Raises:
+            ValueError: the prompt alone fills the context, or the template refuses it.
+        """
+        context, turns = self._restored.config.data.seq_len, list(self.turns)
+        wanted = min(num_tokens, context // 2)
+        while context - len(ids := self._ids(turns, prompt)) < wanted and turns:
+            del turns[0]
+        num_tokens = min(num_tokens, context - len(ids))
+        if num_tokens < 1:
+            raise ValueError(
+                f"the prompt has {len(ids):,} tokens, but the context {context:,}: write a shorter one"
+            )
+        if dropped := len(self.turns) - len(turns):
+            logger.warning("the context is full; oldest turns dropped: %d", dropped)
+        sampling |= {"num_tokens": num_tokens, "seed": seed}
+        beside_MS = draw_group_context(self._restored, len(ids) + num_tokens - 1, seed=seed)
+        shown, self.turns, said = len(self._tokenizer.decode(ids)), turns, ""
+        pieces = _written(
+            self._restored, self._tokenizer, ids, shown, True, context_MS=beside_MS, **sampling
+        )
+        try:
+            for piece in pieces:
+                said += piece
+                yield piece
+        finally:
+            self.turns.append((prompt, said))
+
+    def _ids(self, turns: list[tuple[str, str]], prompt: str) -> list[int]:
+        if self.template is not None:
+            return self.template.begin(prompt, turns).tolist()
+        text = "\n".join([*map("".join, turns), prompt])
+        return self._tokenizer.encode_batch([text])[0].tolist()
 
 
 def _plain(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -365,6 +365,8 @@ def test_a_wrong_argument_is_told_in_words(
         lambda given: moebius.load(run, depth_steps=given),
         lambda given: moebius.evaluate(run, split=given),
         lambda given: moebius.evaluate(run, max_rows=given),
+        lambda given: moebius.evaluate_text(given, "text.txt"),
+        lambda given: moebius.evaluate_text(run, given),
         lambda given: moebius.score_tasks(given, ["piqa"], "."),
         lambda given: moebius.score_tasks(run, given, "."),
         lambda given: moebius.score_tasks(run, ["piqa"], given),

@@ -56,6 +56,7 @@ ELSEWHERE = {
     "python -m pytest": "pytest",
     "moebius cluster": "tests/cluster/places/test_standing.py",
     "moebius doctor": "tests/cluster/check/test_doctor.py",
+    "moebius chat": "tests/evaluation/test_chat.py",
     "moebius lm-eval": "tests/evaluation/test_lm_eval_model.py",
     "moebius dashboard": "satellites/dashboard/tests/test_serve.py",
     "moebius compare": "satellites/science/tests/compare/test_compare.py",

@@ -1,30 +1,37 @@
-"""`moebius eval` and `moebius lm-eval`: measure a trained model, score a text, or generate one."""
+"""`moebius eval`, `chat` and `lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_checkpoint_argument, add_command
-from ..console import console
+from ..console import console, print_message, print_plain
 
 if TYPE_CHECKING:
     from ...evaluation.restore import Restored
+    from ...evaluation.text import Conversation
     from ...evaluation.zero_shot import ZeroShotReport
 
-_ONE_OF = ("tasks", "score", "stride", "prompt")
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
 _NEEDS = {  # options that only some measurements read
-    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item", "json"), ("tasks",)),
+    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item"), ("tasks",)),
     **dict.fromkeys(("chat", "tokens", "temperature", "top_p", "cache_loops"), ("prompt",)),
     "draws": ("tasks", "score"),
-    "seed": ("tasks", "score", "prompt"),
+    "seed": ("tasks", "score", "prompt", "text"),
+    "json": ("tasks", "text"),
+    "per_document": ("text",),
 }
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares `moebius eval` and `moebius lm-eval`."""
+    """Declares `moebius eval`, `moebius chat` and `moebius lm-eval`."""
     _add_eval(commands)
+    _add_chat(commands)
     parser = add_command(
         commands,
         "lm-eval",
@@ -56,6 +63,7 @@ def _add_eval(commands: Commands) -> None:
             "eval runs/mine --tasks hellaswag,piqa --data hub --json",
             'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
             'eval runs/mine --score "the band closes upon itself"',
+            "eval runs/mine --text notes.txt web.jsonl.zst --per-document",
         ],
     )
     add_checkpoint_argument(parser)
@@ -92,6 +100,27 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="number of tokens to generate; default: 100"
     )
+    _add_sampling_arguments(parser)
+    parser.add_argument(
+        "--draws",
+        type=int,
+        metavar="N",
+        help="draws of the group context, for models that route sequences together; default: 1",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="measure the loss on these files, folders, globs or URLs, in any format of `prepare`; "
+        "prepare.text_field=NAME can stand among them",
+    )
+    parser.add_argument(
+        "--per-document", action="store_true", help="with --text: also the loss of each document"
+    )
+    _add_task_arguments(parser)
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
@@ -105,18 +134,29 @@ def _add_eval(commands: Commands) -> None:
         help="sample among the likeliest tokens that have probability P together; default: 1, all",
     )
     parser.add_argument(
-        "--draws",
-        type=int,
-        metavar="N",
-        help="draws of the group context, for models that route sequences together; default: 1",
-    )
-    parser.add_argument(
         "--seed",
         type=int,
         metavar="N",
         help="seed of sampling and of the group context; default: 0",
     )
-    _add_task_arguments(parser)
+
+
+def _add_chat(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "chat",
+        _chat,
+        "talk with a trained model in the terminal, or let it answer each line of a pipe",
+        examples=["chat runs/mine", "chat runs/mine@500 --temperature 0.7 --top-p 0.9"],
+        notes="Writes prompts as the run's chat template does; a model without one continues the text. "
+        "/reset forgets the conversation, Ctrl-C ends an answer, and /exit or Ctrl-D ends the command.",
+    )
+    add_checkpoint_argument(parser, steps=False)
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256"
+    )
+    _add_sampling_arguments(parser)
+    parser.set_defaults(step=None, loops=None)
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,11 +184,15 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--per-item", type=Path, metavar="FILE.parquet", help="write what each item scored"
     )
-    group.add_argument("--json", action="store_true", help="everything as a JSON object")
+    group.add_argument(
+        "--json", action="store_true", help="everything as a JSON object; also of --text"
+    )
 
 
 def _eval(options: argparse.Namespace) -> int:
-    asked = [f"--{name}" for name in _ONE_OF if getattr(options, name) is not None]
+    one_of = {"tasks": _tasks, "score": _score, "stride": _measure_sliding, "prompt": _write}
+    one_of["text"] = _measure_text
+    asked = [f"--{name}" for name in one_of if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
     if options.loops is not None and options.stride is not None:
@@ -169,22 +213,19 @@ def _eval(options: argparse.Namespace) -> int:
             raise ValueError(f"{option} needs {wanted}: add it, or leave {option} out")
     if options.cache_loops is not None and options.cache_loops < 1:
         raise ValueError(f"--cache-loops {options.cache_loops} must be at least 1")
-    for name, value in _DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    _fill_in(options)
     if options.loops is not None and len(options.loops) > 1:
         return _over_loops(options)
-    if options.tasks is not None:
-        return _tasks(options)
-    if options.prompt is not None:
-        _write(options)
-    elif options.score is not None:
-        _score(options)
-    elif options.stride is not None:
-        _measure_sliding(options)
-    else:
-        _measure(options)
+    measured = one_of[asked[0].removeprefix("--")] if asked else _measure
+    measured(options)
     return 0
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    """Sets the defaults of options that the command has."""
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name, value) is None:
+            setattr(options, name, value)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -202,7 +243,7 @@ def _over_loops(options: argparse.Namespace) -> int:
     """Measures the loss, or the tasks, with every number of loops."""
     from ...evaluation.over_loops import draw, measure_over_loops, table_of
 
-    for name in ("prompt", "score", "json", "per_item"):
+    for name in ("prompt", "score", "text", "json", "per_item"):
         if getattr(options, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(
@@ -216,7 +257,7 @@ def _over_loops(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tasks(options: argparse.Namespace) -> int:
+def _tasks(options: argparse.Namespace) -> None:
     """Scores the model on tasks; rank 0 prints the report."""
     import json
 
@@ -224,12 +265,11 @@ def _tasks(options: argparse.Namespace) -> int:
 
     report = _scores(options, _loops(options))
     if report is None:  # only rank 0 has it
-        return 0
+        return
     if options.json:
         print(json.dumps(plain_report(report), indent=2))
     else:
         console().print(render_report(report))
-    return 0
 
 
 def _scores(options: argparse.Namespace, loops: int | None) -> "ZeroShotReport | None":
@@ -281,6 +321,28 @@ def _measure_sliding(options: argparse.Namespace) -> None:
     print(found)
 
 
+def _measure_text(options: argparse.Namespace) -> None:
+    """Measures the loss on files; rank 0 prints it."""
+    import json
+
+    from ...evaluation.perplexity import measure_text
+    from ..console import progress_bars
+    from .evaluate_report import plain_loss, render_losses
+
+    given = {"step": options.step, "loops": _loops(options), "seed": options.seed}
+    with progress_bars() as on_text:
+        found = measure_text(options.path, options.text, on_text=on_text, **given)
+    if found is None:  # only rank 0 has it
+        return
+    if options.json:
+        for one in found.documents if options.per_document else [found]:
+            print(json.dumps(plain_loss(one)))
+    elif options.per_document:
+        console().print(render_losses(found))
+    else:
+        print_plain(found)
+
+
 def _score(options: argparse.Namespace) -> None:
     from ...evaluation.text import score_text
 
@@ -305,6 +367,60 @@ def _write(options: argparse.Namespace) -> None:
     ):
         print(piece, end="", flush=True)
     print()
+
+
+def _chat(options: argparse.Namespace) -> int:
+    """Answers prompt after prompt; returns 2 if one could not be answered."""
+    from ...evaluation.generate import check_request
+    from ...evaluation.text import Conversation
+    from ...train.record.untrusted import escaped
+
+    _fill_in(options)
+    sampling = {"temperature": options.temperature, "top_p": options.top_p}
+    check_request(options.max_tokens, **sampling)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("chat answers in one process: start it without torchrun")
+    conversation, code = Conversation(_restored(options)), 0
+    if conversation.template is None:
+        told = f"{options.path} has no chat template: the model continues your text"
+        print_message("note", told, style="bold")
+    for number, prompt in enumerate(_prompts(conversation)):
+        try:
+            for piece in conversation.answer(
+                prompt, num_tokens=options.max_tokens, seed=options.seed + number, **sampling
+            ):
+                print(escaped(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            pass  # ends the answer
+        except ValueError as error:
+            print_message("error", str(error))
+            code = 2
+        print(flush=True)
+    return code
+
+
+def _prompts(conversation: "Conversation") -> Iterator[str]:
+    """Yields the lines of standard input up to its end or /exit; /reset forgets the conversation."""
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401 - lets `input` edit its line
+    while sys.stdin is not None:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print()
+            continue
+        if line.strip() == "/exit":
+            return
+        if line.strip() == "/reset":
+            conversation.turns.clear()
+        elif line.strip():
+            yield line.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _restored(options: argparse.Namespace) -> "Restored":

@@ -1,4 +1,4 @@
-"""Shows zero-shot scores: a table for people, JSON values for scripts."""
+"""Shows zero-shot scores and losses: a table for people, JSON values for scripts."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...evaluation.perplexity import SlidingMeasurement
 from ...evaluation.tasks.table import STAND_INS
 from ...evaluation.tasks.task import PAPER
 from ...evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
@@ -31,6 +32,26 @@ def plain_report(report: ZeroShotReport) -> dict[str, Any]:
         "is_subset": any(map(_is_subset, report.tasks)),
     }
     return _finite(found)
+
+
+def plain_loss(found: SlidingMeasurement) -> dict[str, Any]:
+    """Returns the loss of files, or of a document, as JSON values."""
+    names = ("step", "context", "tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
+    of_text = {"text": found.split, "documents": len(found.documents)}
+    what = of_text if found.documents else {"document": found.split}
+    return what | {name: getattr(found, name) for name in names}
+
+
+def render_losses(found: SlidingMeasurement) -> RenderableType:
+    """Returns a table with the loss of every document, and of all together."""
+    table = Table(box=None)
+    for name in ("document", "tokens", "bytes", "loss", "perplexity", "bits per byte"):
+        table.add_column(name, justify="left" if name == "document" else "right", overflow="fold")
+    for one in found.documents:
+        figures = (one.loss, one.perplexity, one.bits_per_byte)
+        sizes = (f"{one.tokens:,}", f"{one.text_bytes:,}")
+        table.add_row(Text(one.split), *sizes, *(f"{figure:,.4f}" for figure in figures))
+    return Group(table, Text(str(found)))
 
 
 def _finite(value: Any) -> Any:

@@ -89,13 +89,16 @@ class ChatTemplate:
             ended = whole[len(begun) :].rstrip().removesuffix(self._tokenizer.end_of_document)
             yield self._ids(begun), self._ids(ended)
 
-    def begin(self, prompt: str) -> np.ndarray:
-        """Returns the ids of a conversation that an answer to one prompt continues.
+    def begin(self, prompt: str, turns: Iterable[tuple[str, str]] = ()) -> np.ndarray:
+        """Returns the ids of a conversation that an answer to a prompt continues.
+
+        Before it come `turns`, prompts with their answers.
 
         Raises:
             InputError: the template refuses it.
         """
-        return self._ids(*self._render([[("user", prompt)]]))
+        said = [part for turn in turns for part in zip(("user", "assistant"), turn, strict=True)]
+        return self._ids(*self._render([[*said, ("user", prompt)]]))
 
     def _render(self, conversations: Iterable[Sequence[tuple[str, str]]]) -> list[str]:
         """Renders conversations; one that ends with the user's words is continued by the assistant's."""

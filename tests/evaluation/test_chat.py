@@ -1,17 +1,20 @@
 """Asking a model through its run's chat template, and texts that spell special tokens without one."""
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from chat_folder import folder_of
 
+from moebius.cli.models import evaluate
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer
 from moebius.evaluation import text as texts
 from moebius.evaluation.restore import Restored
-from moebius.evaluation.text import write_text
+from moebius.evaluation.text import Conversation, write_text
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config, ConfigError
@@ -69,3 +72,78 @@ def test_a_run_without_a_template_says_so(restored: Restored, tmp_path: Path) ->
     options = {"num_tokens": 1, "temperature": 0.0, "seed": 0, "chat": True}
     with pytest.raises(ConfigError, match=r"has no chat template.*leave out --chat"):
         list(write_text(restored, "How?", **options))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def chat(restored: Restored, asked: object, monkeypatch: pytest.MonkeyPatch, moebius: Any) -> Any:
+    """Returns a function that pipes lines into `moebius chat`."""
+    monkeypatch.setattr(evaluate, "_restored", lambda options: restored)
+
+    def pipe(lines: str, *words: object) -> Any:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return moebius("chat", restored.checkpoint, *words)
+
+    return pipe
+
+
+def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypatch: Any) -> None:
+    answer = chat("How?\n\n/reset\nWhy?\n/exit\nWho?\n")
+    assert (answer.code, answer.out, answer.err) == (0, "Fine\nFine\n", "")
+    answer = chat("x" * 999 + "\nHow?")
+    assert (answer.code, answer.out) == (2, "\nFine\n")
+    assert f"but the context {restored.config.data.seq_len}: write a shorter one" in answer.err
+    written = restored.checkpoint / "source" / "tokenizer_config.json"
+    written.write_text('{"eos_token": "<|im_end|>"}')
+    answer = chat("How?\n")
+    assert (answer.out, "has no chat template: the model continues" in answer.err) == (
+        "Fine\n",
+        True,
+    )
+    for option, value in (("--top-p", 0), ("--temperature", -1), ("--max-tokens", 0)):
+        assert chat("", option, value).code == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in chat("").err
+
+
+def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
+    restored: Restored, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    conversation = Conversation(restored)
+    tokenizer, context = conversation._tokenizer, restored.config.data.seq_len
+    seen: list[str] = []
+
+    def generate(model: object, prompt_S: torch.Tensor, **options: Any) -> Iterator[int]:
+        assert len(prompt_S) + options["num_tokens"] <= context
+        seen.append(tokenizer.decode(prompt_S.tolist()))
+        yield from tokenizer.encode_batch([f"Answer {len(seen)}"])[0].tolist()
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(texts, "generate", generate)
+    options = {"num_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    list(conversation.answer("First <|im_end|>", **options))
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C
+        list(conversation.answer("Second", **options))
+    asked = "user\nFirst <|im_end|>\nassistant\nAnswer 1\nuser\nSecond\nassistant\n"
+    assert seen[1] == asked  # without special tokens
+    assert not caplog.records
+    list(conversation.answer("x" * 150, **options))
+    assert "First" not in seen[2]
+    assert "user\nSecond\nassistant\nAnswer 2\nuser\nxxx" in seen[2]
+    assert "the context is full; oldest turns dropped: 1" in caplog.text
+    conversation.template = None
+    list(conversation.answer("Last", **(options | {"num_tokens": context})))
+    assert seen[3] == "Last", "half of the context is free"
+    list(conversation.answer("Next", **options))
+    assert seen[4] == "LastAnswer 4\nNext"
+
+
+def test_a_model_that_cannot_generate_says_so_before_the_first_prompt(
+    restored: Restored,
+) -> None:
+    router = {"kind": "expert_choice", "scope": "flat", "mean_experts": 1.0}
+    changes = {"feed_forward.router": router, "feed_forward.allow_future_leak": True}
+    model = restored.model.config.changed(changes)
+    unable = Restored(Transformer(model), restored.config, 0, restored.checkpoint)
+    with pytest.raises(ValueError, match=r"router.kind='expert_choice' .*cannot generate text"):
+        Conversation(unable)

@@ -1,18 +1,28 @@
-"""`moebius eval --stride`: overlapping windows, against a pass per token."""
+"""`moebius eval --stride`: overlapping windows, against a pass per token; `--text`: any files."""
 
+import json
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 from made_folder import MadeFolder, documents
+from published_case import folder_of
+from small_corpus import sentences
+from world import run_ranks
 
+import moebius as package
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.rows import SplitReader
 from moebius.distributed.process.process import start_process
-from moebius.evaluation.perplexity import _stretches, measure, measure_sliding
+from moebius.evaluation.perplexity import _stretches, measure, measure_sliding, measure_text
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config import Config
+from moebius.train.evaluate import read_rows
+from moebius.train.families.import_run import import_folder
 
 S = 64  # of the run
 
@@ -76,3 +86,105 @@ def test_the_command_tells_it(bytes_run, moebius):
     for stride in (0, 65):
         with pytest.raises(ValueError, match=r"must be between 1 and data.seq_len=64"):
             measure_sliding(bytes_run, stride=stride)
+
+
+def write_records(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    return path
+
+
+def test_the_loss_of_a_document_is_that_of_its_prepared_row(bytes_run, tmp_path):
+    """Each document fills its window, so the second row is the end of the first and the second."""
+    texts = [("One. " if n else "Two. ") + "word, " * 9 + "last." for n in range(2)]
+    assert {len(text) for text in texts} == {S}
+    file = write_records(tmp_path / "two.jsonl", texts)
+    other = write_records(tmp_path / "other.jsonl", sentences(1, 40))
+    side = (str(file),)
+    config = PrepareConfig(tokenizer="bytes", input=(str(other),), validation_input=side)
+    prepare(config, tmp_path / "shards")
+    found = package.evaluate_text(bytes_run, file).documents
+    with start_process("cpu") as process, torch.no_grad():
+        restored = restore(bytes_run, process)
+        data = restored.config.data.model_copy(update={"directory": str(tmp_path / "shards")})
+        config = restored.config.model_copy(update={"data": data})
+        [rows] = read_rows(config, process.device)
+        assert bytes(rows.targets_BS[1].tolist()).decode() == texts[1]
+        logits_SV = restored.model(rows.tokens_BS[1:2]).logits_BSV[0].double()
+    wanted = torch.nn.functional.cross_entropy(logits_SV, rows.targets_BS[1]).item()
+    assert (found[1].tokens, found[1].text_bytes) == (S, S)
+    assert found[1].loss == pytest.approx(wanted, rel=1e-6)
+
+
+def measured_on_rank(run_dir, file):
+    found = measure_text(run_dir, [file])
+    return None if found is None else (found.log_probability, len(found.documents))
+
+
+def test_ranks_share_the_rows_of_a_text(bytes_run, tmp_path):
+    file = str(
+        write_records(tmp_path / "text.jsonl", ["".join(sentences(2, 30)), *sentences(3, 9)])
+    )
+    first, second = run_ranks(measured_on_rank, 2, bytes_run, file)
+    assert second is None
+    assert first == pytest.approx(measured_on_rank(bytes_run, file), rel=1e-6)
+
+
+def test_files_of_any_format_are_measured_and_nothing_is_written(bytes_run, tmp_path, moebius):
+    texts = ["One document.", "  \n", "Another, ” longer one. " * 9, "The third."]
+    (tmp_path / "a.txt").write_text(texts[0])
+    packed = write_records(tmp_path / "b.jsonl", texts[1:3], "said").read_bytes()
+    (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(packed))
+    (tmp_path / "c.odd").write_text('{"said": "The third.", "id": 7}\nnot JSON\n')
+    before = {
+        path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
+    }
+    words = ("eval", f"{bytes_run}@2", "--text", tmp_path / "a.txt", tmp_path / "b.jsonl.zst")
+    field = "prepare.text_field=said"
+    lines = moebius(*words, field, "--per-document", "--json").out.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [one["document"] for one in found] == [f"{words[3]}:1", f"{words[4]}:2"]
+    assert [one["text_bytes"] for one in found] == [len(texts[n].strip().encode()) for n in (0, 2)]
+    whole = json.loads(moebius(*words, field, "--json").out)
+    nats = sum(one["loss"] * one["tokens"] for one in found)
+    assert whole["loss"] == pytest.approx(nats / sum(one["tokens"] for one in found))
+    assert whole["bits_per_byte"] == pytest.approx(nats / math.log(2) / whole["text_bytes"])
+    table = moebius(*words, field, "--per-document").text
+    assert f"{found[1]['bits_per_byte']:.4f}" in table
+    assert f"loss {whole['loss']:.4f} nats per token" in table
+    assert package.evaluate_text(bytes_run, [*words[3:], field]).loss == pytest.approx(
+        whole["loss"]
+    )
+    keys = ("prepare.format=jsonl", "prepare.id_field=id", "prepare.encoding_faults=1", field)
+    odd = moebius(
+        "eval", bytes_run, "--text", tmp_path / "c.odd", *keys, "--per-document", "--json"
+    )
+    assert json.loads(odd.out)["document"] == "7"
+    after = {
+        path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
+    }
+    assert after == before
+    for given, message in (
+        ((*keys[:2], "prepare.encoding_faults=0", field), "more than prepare.encoding_faults=0"),
+        ((), "has an unknown suffix: .*prepare.format=jsonl"),
+        (("prepare.format=jsonl",), "write prepare.text_field=said"),
+    ):
+        answer = moebius("eval", bytes_run, "--text", tmp_path / "c.odd", *given)
+        assert answer.code == 2
+        assert re.search(message, answer.err), answer.err
+    (tmp_path / "a.txt").write_text(" \n\n")
+    answer = moebius("eval", bytes_run, "--text", tmp_path / "a.txt")
+    assert (answer.code, "there is no text in it" in answer.err) == (2, True)
+
+
+@pytest.mark.needs_shared
+def test_an_imported_folder_needs_no_prepared_data(tmp_path, moebius):
+    run_dir = tmp_path / "run"
+    import_folder(folder_of("hf_qwen3_moe_a"), run_dir, None, ("data.seq_len=16",))
+    file = write_records(tmp_path / "text.jsonl", ["Some text of a user.", "More of it. " * 20])
+    answer = moebius("eval", run_dir, "--text", file)
+    assert (answer.code, "in 2 documents, windows of 16" in answer.out) == (0, True), answer.text
+    (run_dir / "source" / "tokenizer.json").unlink()
+    for words in (("eval", run_dir, "--text", file), ("chat", run_dir)):
+        answer = moebius(*words)
+        assert (answer.code, "the imported folder had no tokenizer" in answer.err) == (2, True)

@@ -339,7 +339,7 @@ def test_the_padding_of_fixed_size_text_is_no_text(tmp_path, name):
     [
         (
             "no.jsonl",
-            r"no.jsonl' does not exist: check the name, or name your text with prepare.in",
+            r"no.jsonl' does not exist: check the name",
         ),
         ("*.jsonl", r"\*.jsonl' matches no file"),
         ("", r"is a folder without readable files: none"),
