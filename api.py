@@ -7,7 +7,7 @@
     trained = moebius.load("runs/mine")    # .model, .tokenizer, .config, .step
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
-    moebius.save(trained, "runs/changed")  # with the weights that it has now
+    moebius.save(trained, "runs/saved")    # with the weights that it has now
     moebius.resume("runs/mine", "train.steps=200", on_record=print)   # each step, each evaluation
     moebius.export("runs/mine", "runs/mine_exported")
 
