@@ -469,7 +469,9 @@ def test_a_changed_model_goes_on(trained: Trained, tmp_path: Path) -> None:
     tokens = torch.arange(12)[None]
     assert torch.equal(again.logits(tokens), loaded.logits(tokens))
     assert (again.step, again.config) == (2, loaded.config)
-    assert read_source(saved).digest == moebius.start_from(trained.run_dir).source.digest
+    source = read_source(saved)
+    assert source is not None
+    assert source.digest == moebius.start_from(trained.run_dir).source.digest
     losses = [moebius.evaluate(each, max_rows=4).result.loss for each in (loaded, saved)]
     assert losses[0] == losses[1] != before
     for name, each in (("a", loaded), ("b", saved)):

@@ -16,7 +16,8 @@ from world import run_ranks
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read import given
 from moebius.data_pipeline.read.given import ADDRESS, giving
-from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.errors import ConfigError
+from moebius.train.config.run_config import Config
 from moebius.train.record.run_folder import check_data, open_run
 
 ROWS = np.random.default_rng(5).integers(0, 257, (50, 17))
