@@ -2,10 +2,10 @@
 
 For notebooks and scripts. With torch (api.py): `recipe` makes a configuration, `build` its untrained
 model; `prepare` makes its data, `fit` trains it here and `submit` on a cluster, `resume` continues it,
-`evaluate`, `evaluate_text` and `score_tasks` measure it, `load` brings the trained model back, and `export` writes it for
-others. Without torch (cluster/report/run_records.py): `find_runs` finds runs, `status` tells how one is, `stop` ends it,
-and `history` reads what it has recorded. A module is imported when one of its names is first
-used, so `import moebius` costs nothing.
+`evaluate`, `evaluate_text` and `score_tasks` measure it, `load` brings the trained model back, `save` keeps
+it if it was changed, and `export` writes it for others. Without torch (cluster/report/run_records.py):
+`find_runs` finds runs, `status` tells how one is, `stop` ends it, and `history` reads what it has recorded.
+A module is imported when one of its names is first used, so `import moebius` costs nothing.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         prepare,
         recipe,
         resume,
+        save,
         score_tasks,
         size_of,
         start_from,
@@ -65,6 +66,7 @@ __all__ = [
     "prepare",
     "recipe",
     "resume",
+    "save",
     "score_tasks",
     "size_of",
     "start_from",

@@ -7,6 +7,7 @@
     trained = moebius.load("runs/mine")    # .model, .tokenizer, .config, .step
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
+    moebius.save(trained, "runs/saved")    # with the weights that it has now
     moebius.resume("runs/mine", "train.steps=200", on_record=print)   # each step, each evaluation
     moebius.export("runs/mine", "runs/mine_exported")
 
@@ -15,14 +16,13 @@ imports it on first use of one of its names, so `import moebius` alone does not 
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from .cluster.job import JobStatus, State
 from .cluster.local import train_here
 from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
-from .data_pipeline.tokenizers.interface import Tokenizer
+from .data_pipeline.read.given import giving
 from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import find_checkpoint
 from .distributed.checkpoint.source import Source
@@ -40,10 +40,12 @@ from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, score_text, write_text
+from .evaluation.text import TextTokenizer as TextTokenizer
 from .evaluation.trace import LayerRoutes as LayerRoutes
 from .evaluation.trace import Trace, check_tokens, logits, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
-from .model.cost import Flops, Parameters, count_parameters, forward_flops
+from .model.cost import Size as Size
+from .model.cost import count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
 from .train.config.arguments import checked
@@ -52,6 +54,7 @@ from .train.config.run_config import Config
 from .train.config.run_config import ConfigError as ConfigError
 from .train.evaluate import Rows, read_rows
 from .train.families import start as starting
+from .train.families.import_run import checkpoint_of_now, save_model
 from .train.families.start import Start as Start
 from .train.recipes.smoke import RECIPES
 from .train.record.process_log import print_in_any_encoding
@@ -74,52 +77,6 @@ class TrainingFailed(RuntimeError):
 
 @checked
 @dataclass(frozen=True)
-class TextTokenizer:
-    """Turns text into the model's tokens, and tokens into text."""
-
-    _open: Callable[[], Tokenizer]
-    _device: torch.device
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return self._open()  # when it is asked, because an imported model may have none
-
-    @property
-    def vocab_size(self) -> int:
-        """Returns the number of token ids, including the end of a document."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def end_of_document_id(self) -> int:
-        """Returns the id that ends a document; `encode` never returns it."""
-        return self._tokenizer.end_of_document_id
-
-    def encode(self, text: str) -> Tensor:
-        """Returns a text's token ids: int64 (S,), on the model's device.
-
-        Raises:
-            UnicodeEncodeError: the text contains an unpaired surrogate.
-        """
-        ids = self._tokenizer.encode_batch([text])[0]
-        return torch.tensor(ids.tolist(), dtype=torch.int64, device=self._device)
-
-    def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """Returns the text of token ids, without ends of documents.
-
-        Args:
-            ids: one dimension, a tensor or a list.
-
-        Raises:
-            ValueError: they are no ids of this tokenizer.
-        """
-        row = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64)
-        if row.ndim != 1 or not all(0 <= id == int(id) < self.vocab_size for id in row.tolist()):
-            raise ValueError(f"decode: give one row of whole numbers below {self.vocab_size}")
-        return self._tokenizer.decode([int(id) for id in row.tolist()])
-
-
-@checked
-@dataclass(frozen=True)
 class LoadedModel:
     """Holds a trained model with its tokenizer, its configuration and its step.
 
@@ -136,8 +93,11 @@ class LoadedModel:
     checkpoint: Path = Path()
 
     def __fspath__(self) -> str:
-        """Returns the checkpoint's folder, so that the model can be given where a path is."""
-        return str(self.checkpoint)
+        """Returns a checkpoint with these weights, so that the model can be given where a path is.
+
+        Of a changed model, it is a temporary one, which this process removes when it ends.
+        """
+        return str(checkpoint_of_now(self.model, self.config, self.checkpoint))
 
     def generate(
         self,
@@ -221,22 +181,6 @@ class LoadedModel:
     @property
     def _restored(self) -> Restored:
         return Restored(self.model, self.config, self.step, self.checkpoint)
-
-
-@dataclass(frozen=True)
-class Size:
-    """Counts the parameters, FLOPs and tokens of a run, without allocating its model."""
-
-    parameters: Parameters
-    flops: Flops
-    """FLOPs of one token: `.forward`, and `.training` with the backward pass."""
-    tokens: int
-    """Tokens of the whole run."""
-
-    @property
-    def training_flops(self) -> float:
-        """Returns the FLOPs of the whole run, forward and backward."""
-        return self.flops.training * self.tokens
 
 
 @checked
@@ -384,7 +328,7 @@ def evaluate(
     """Returns a checkpoint's loss over a split of its data: `.result.loss`, nats per token.
 
     Args:
-        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        path: a run (its newest checkpoint), RUN@STEP, a checkpoint's folder, or a loaded model.
         step: the same as RUN@STEP.
         split: train or validation.
         max_rows: maximum number of rows, evenly spaced over the split; 0: all.
@@ -392,6 +336,9 @@ def evaluate(
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
+    if isinstance(path, LoadedModel) and step is None:
+        here = path.checkpoint
+        return measure(here, split=split, max_rows=max_rows, restored=path._restored)
     return measure(Path(path), step=step, split=split, max_rows=max_rows)
 
 
@@ -430,7 +377,7 @@ def score_tasks(
     """Returns a checkpoint's zero-shot scores on tasks, like `moebius eval --tasks`.
 
     Args:
-        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        path: a run (its newest checkpoint), RUN@STEP, a checkpoint's folder, or a loaded model.
         tasks: their names; "paper" means the six of MoEUT's paper.
         data: the folder of their files, or "hub".
         step: the same as RUN@STEP.
@@ -455,6 +402,7 @@ def fit(
     config: Given | Start,
     run_dir: str | PathLike[str],
     *,
+    data: object = None,
     show: bool = True,
     on_record: OnRecord | None = None,
 ) -> JobStatus:
@@ -463,11 +411,18 @@ def fit(
     Like `moebius train`, it prepares the data, starts `job.num_nodes × job.ranks_per_node` ranks as
     processes, and resumes from the newest checkpoint in the run folder. Ctrl-C (in a notebook:
     interrupt) ends the run at a step boundary with a checkpoint. The data are prepared beside the
-    run folder, unless `data.directory` is set.
+    run folder, unless `data.directory` or `data` is given:
+
+        rows = np.memmap("tokens.bin", np.uint16, "r").reshape(-1, config.data.seq_len + 1)
+        moebius.fit(config, "runs/rows", data=(rows[:-100], rows[-100:]))
 
     Args:
         config: of the run, the name of its recipe, or what it starts from (`start_from`).
         run_dir: a new or empty folder, or this run's.
+        data: a map-style dataset (`__len__`, `__getitem__`) of rows, each `data.seq_len` + 1 token ids
+            below `model.vocab_size` as a list, an array or a tensor of integers; or a tuple, (train,
+            validation), since without the second there is no validation loss. Its rows are shuffled
+            like those of prepared data. Give it again to continue the run.
         show: print progress.
         on_record: called with the record of every logged step (`kind` "train") and evaluation
             ("eval"), in a thread of this process. If its result is true, the run ends at the next step
@@ -477,13 +432,15 @@ def fit(
     Raises:
         ConfigError: the configuration does not fit its number of ranks, or the folder holds another
             run.
+        DataError: `data` has no index or no length, or a bad row.
         JobError: a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    config, run_dir, source = _placed(config, run_dir)
-    console = _console(show)
-    with telling(run_dir, on_record):
-        return _ended(train_here(config, run_dir, source=source, console=console))
+    config, run_dir, source = _opened(config, run_dir)
+    reads = giving(config.data, data, vocab_size=config.model.vocab_size)
+    with reads as section, telling(run_dir, on_record):
+        config = place_data(config.model_copy(update={"data": section}), run_dir.parent)
+        return _ended(train_here(config, run_dir, source=source, console=_console(show)))
 
 
 @checked
@@ -509,8 +466,8 @@ def submit(
         JobError: Ray is missing, the cluster cannot be used, or a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
-    config, run_dir, source = _placed(config, run_dir)
-    console = _console(show)
+    config, run_dir, source = _opened(config, run_dir)
+    config, console = place_data(config, run_dir.parent), _console(show)
     given = {"address": address, "detach": detach, "source": source, "console": console}
     return _ended(submitting.submit(config, run_dir, **given))
 
@@ -569,7 +526,7 @@ def export(
     """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
 
     Args:
-        path: a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        path: a run (its newest checkpoint), RUN@STEP, a checkpoint's folder, or a loaded model.
         folder: does not exist yet.
         step: the same as RUN@STEP.
         layout: "hf" for a folder that transformers loads; "safetensors" for the weights alone.
@@ -590,15 +547,42 @@ def export(
     return str(write(checkpoint, out, layout=layout, dtype=dtype, with_tokenizer=with_tokenizer))
 
 
-def _placed(
+@checked
+def save(model: LoadedModel, folder: str | PathLike[str]) -> Path:
+    """Writes a loaded model with the weights that it has now as a run folder with one checkpoint.
+
+        trained = moebius.load("runs/mine")
+        with torch.no_grad():
+            trained.model.embedding.mul_(0.9)
+        moebius.save(trained, "runs/changed")
+
+    Every command takes the folder where it takes a run; to train on, start a run from it. Its
+    configuration, step and position in the data are those that the model was loaded with, and
+    source.json names that checkpoint and its digest. The optimizer's state is left out.
+
+    Args:
+        model: from `load`; names and shapes of its tensors must be unchanged.
+        folder: does not exist yet.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the model has other names or shapes than its configuration.
+        CheckpointError: `folder` exists, the disk is full, or the model's checkpoint is gone.
+    """
+    save_model(Path(folder), model.model, model.config, model.checkpoint)
+    return Path(folder)
+
+
+def _opened(
     config: Given | Start, run_dir: str | PathLike[str]
 ) -> tuple[Config, Path, Source | None]:
-    """Returns a configuration whose data lie beside the run folder, that folder, and the source."""
+    """Returns a run's configuration, its absolute folder, and what it starts from."""
     print_in_any_encoding()
     source = config.source if isinstance(config, Start) else None
     config = config.config if isinstance(config, Start) else _config(config)
-    run_dir = Path(run_dir).absolute()
-    return place_data(config, run_dir.parent), run_dir, source
+    return config, Path(run_dir).absolute(), source
 
 
 def _console(show: bool) -> Console:

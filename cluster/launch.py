@@ -146,7 +146,7 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
         ranks_per_node=config.world_size,
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,
-        prepares_data=prepares_while_training(config),
+        prepares_data=not config.data.dataset and prepares_while_training(config),
         **_of_any_job(config, run_dir, environment={}),
     )
 

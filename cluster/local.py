@@ -52,7 +52,7 @@ def train_here(
         launch = launch_here(config, run_dir)
         this_machine = ThisMachine(launch)  # imports while the data is prepared
         try:
-            if not launch.prepares_data:
+            if not (launch.prepares_data or config.data.dataset):
                 prepare_shown(config, run_dir, console)
             launch = begin_run(config, launch, console)
             status = _run_and_show(launch, this_machine, console)

@@ -63,6 +63,9 @@ class DataConfig(BaseModel):
     directory: Annotated[str, MAY_CHANGE] = Field(default="", examples=["shards"])
     """The prepared folder; empty: a folder in `runs/data`, named after the hash of `prepare`."""
 
+    dataset: str = Field(default="", examples=["train: 900 rows, 5f1c2a9e03b7d846"])
+    """Sizes and digests of the rows that `moebius.fit(data=)` was given, which sets it."""
+
     seq_len: int = Field(default=256, ge=1)
     """Tokens that a row predicts; a row holds one more."""
 
@@ -128,6 +131,17 @@ class DataConfig(BaseModel):
             raise ValueError(
                 f"targets='paired' needs an even seq_len, for pairs of an input and its label, not "
                 f"{self.seq_len}: set data.seq_len={self.seq_len + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_dataset(self) -> "DataConfig":
+        keys = ("directory", "packing", "document_attention", "weights", "max_epochs", "stages")
+        given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+        if self.dataset and given:
+            raise ValueError(
+                f"data.{given[0]}={getattr(self, given[0])!r} is for prepared folders, and the run reads "
+                "rows of fit(data=): leave it out"
             )
         return self
 

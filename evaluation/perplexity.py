@@ -66,6 +66,7 @@ def measure(
     max_rows: int = 0,
     loops: int | None = None,
     exit_rule: ExitRule | None = None,
+    restored: Restored | None = None,
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
@@ -76,19 +77,21 @@ def measure(
         max_rows: upper limit of rows; 0: all.
         loops: repeats of the core; None: as trained.
         exit_rule: when a sequence leaves before; None: never.
+        restored: the model, instead of the checkpoint's.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot follow
             the exit rule.
     """
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step, loops=loops)
+        restored = restored or restore(run_dir, process, step=step, loops=loops)
         require_data(run_dir, restored)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
         train = restored.config.train.model_copy(update={"eval_rows": max_rows})
         config = restored.config.model_copy(update={"train": train})
         result = evaluate(restored.model, config, process, split=split, exit_rule=exit_rule)
+        restored.model.eval()
     return Measurement(restored.step, split, result)
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
+from ..data_pipeline.read.given import given_rows
 from ..data_pipeline.tokenizers.chat_template import ChatTemplate
 from ..data_pipeline.tokenizers.hub import find_template, open_tokenizer
 from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import find_checkpoint
@@ -119,7 +121,9 @@ def require_data(run_dir: Path, restored: Restored) -> None:
     Raises:
         ConfigError: none was prepared, as after `moebius ckpt import`.
     """
-    if not restored.config.data.directory:
+    if restored.config.data.dataset:
+        given_rows(restored.config.data)
+    elif not restored.config.data.directory:
         raise ConfigError(
             f"{run_dir}: no text was prepared for it, so there is none to measure the loss on: import it "
             "with data.directory=FOLDER of `moebius prepare`, or train it with `moebius resume`; "
@@ -135,7 +139,9 @@ def tokenizer_of_run(restored: Restored) -> Tokenizer:
     """
     directory, model = restored.config.data.directory, restored.config.model
     prepare, num_ids = restored.config.prepare, restored.config.prepare.num_token_ids
-    if prepare.loads_tokenizer and not is_prepared(directory):  # as after `moebius ckpt import`
+    if prepare.tokenizer == "bytes" and restored.config.data.dataset:
+        tokenizer = BytesTokenizer()
+    elif prepare.loads_tokenizer and not is_prepared(directory):  # as after `moebius ckpt import`
         directory = prepare.tokenizer
         try:
             tokenizer = open_tokenizer(directory, end_of_document=prepare.end_of_document)

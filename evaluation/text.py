@@ -5,15 +5,18 @@ A model that routes sequences together needs a group context from its training t
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
+from ..train.config.arguments import checked
 from ..train.config.run_config import ConfigError
 from .batches import Row
 from .generate import check_group_context, generate
@@ -217,3 +220,49 @@ def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) 
         scorer.score([[row]], draw=draw)[0][0] for draw in range(draws if scorer.needs_draws else 1)
     ]
     return ScoredText(restored.step, np.stack([score.log_probability_S for score in scores]))
+
+
+@checked
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Turns text into the model's tokens, and tokens into text."""
+
+    _open: Callable[[], Tokenizer]
+    _device: torch.device
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._open()  # when it is asked, because an imported model may have none
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of token ids, including the end of a document."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def end_of_document_id(self) -> int:
+        """Returns the id that ends a document; `encode` never returns it."""
+        return self._tokenizer.end_of_document_id
+
+    def encode(self, text: str) -> Tensor:
+        """Returns a text's token ids: int64 (S,), on the model's device.
+
+        Raises:
+            UnicodeEncodeError: the text contains an unpaired surrogate.
+        """
+        ids = self._tokenizer.encode_batch([text])[0]
+        return torch.tensor(ids.tolist(), dtype=torch.int64, device=self._device)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Returns the text of token ids, without ends of documents.
+
+        Args:
+            ids: one dimension, a tensor or a list.
+
+        Raises:
+            ValueError: they are no ids of this tokenizer.
+        """
+        row = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64)
+        if row.ndim != 1 or not all(0 <= id == int(id) < self.vocab_size for id in row.tolist()):
+            raise ValueError(f"decode: give one row of whole numbers below {self.vocab_size}")
+        return self._tokenizer.decode([int(id) for id in row.tolist()])

@@ -1,6 +1,7 @@
 """What `import moebius` offers: a recipe, its model, a run, the trained model."""
 
 import gzip
+import inspect
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from moebius import api
 from moebius.cli.main import main
 from moebius.cluster.job import JobError, JobStatus, RootCause, State, submitted_to
 from moebius.cluster.report import run_records
+from moebius.distributed.checkpoint.source import read_source
 from moebius.evaluation.perplexity import measure
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
@@ -371,6 +373,9 @@ def test_a_wrong_argument_is_told_in_words(
         lambda given: moebius.score_tasks(run, given, "."),
         lambda given: moebius.score_tasks(run, ["piqa"], given),
         lambda given: moebius.fit(tiny, nowhere, on_record=given),
+        lambda given: moebius.fit(tiny, nowhere, data=given),
+        lambda given: moebius.save(given, nowhere),
+        lambda given: moebius.save(loaded, given),
         lambda given: moebius.submit(tiny, nowhere, address=given),
         lambda given: moebius.resume(given, show=False),
         lambda given: moebius.export(run, nowhere, layout=given),
@@ -426,6 +431,84 @@ def test_a_run_is_evaluated_as_the_command_does(trained: Trained) -> None:
     assert torch.equal(alone.hidden_LBSD, traces[0].hidden_LBSD)
 
 
+@pytest.mark.slow
+def test_a_run_on_rows_of_python_is_killed_and_continued(tmp_path: Path) -> None:
+    """The ranks ask this process for rows, and see the same after a kill."""
+    rows = np.random.default_rng(5).integers(0, 257, (60, 17)).tolist()
+    words = ["mesh.ep=2", "job.ranks_per_node=2", "train.steps=5", "checkpoint.every=2"]
+    given = {"data": (rows[:50], rows[50:]), "show": False}
+    config = moebius.recipe("smoke", "train.log_every=1", words, **TINY)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    moebius.fit(config, whole, **given)
+    status = moebius.fit(moebius.recipe(config, "job.rehearse_failure_at_step=4"), run, **given)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
+    assert curve(run) == curve(whole)
+    for refused in (moebius.resume, moebius.evaluate):
+        with pytest.raises(ValueError, match=r"moebius.fit\(moebius.load_config"):
+            refused(run)
+    config = moebius.load_config(run, "train.steps=6")
+    with pytest.raises(ConfigError, match=r"data.dataset: the run has 'train: 50 rows"):
+        moebius.fit(config, run, data=rows)
+    assert moebius.fit(config, run, **given).step == 6
+    assert moebius.history(run).frame("eval")["tokens"].tolist() == [4 * 16] * 3
+    assert moebius.load(run).generate("one", num_tokens=3).startswith("one")
+
+
+def change(loaded: moebius.LoadedModel) -> moebius.LoadedModel:
+    with torch.no_grad():
+        loaded.model.embedding.mul_(0.5)
+    return loaded
+
+
+@pytest.mark.slow
+def test_a_changed_model_goes_on(trained: Trained, tmp_path: Path) -> None:
+    """It is saved, measured, exported and trained on with the weights that it has now."""
+    before = moebius.evaluate(trained.run_dir, max_rows=4).result.loss
+    loaded = moebius.load(trained.run_dir)
+    assert moebius.evaluate(loaded, max_rows=4).result.loss == before
+    saved = moebius.save(change(loaded), tmp_path / "saved")
+    again = moebius.load(saved)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(again.logits(tokens), loaded.logits(tokens))
+    assert (again.step, again.config) == (2, loaded.config)
+    source = read_source(saved)
+    assert source is not None
+    assert source.digest == moebius.start_from(trained.run_dir).source.digest
+    losses = [moebius.evaluate(each, max_rows=4).result.loss for each in (loaded, saved)]
+    assert losses[0] == losses[1] != before
+    for name, each in (("a", loaded), ("b", saved)):
+        moebius.export(each, tmp_path / name, layout="safetensors")
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+    one = ["train.steps=1", "train.eval_rows=4"]
+    starts = [moebius.start_from(each, *one) for each in (loaded, saved, trained.run_dir)]
+    for name, start in zip("cde", starts, strict=True):
+        moebius.fit(start, tmp_path / name, show=False)
+    c, d, e = (moebius.load(tmp_path / name).model.embedding for name in "cde")
+    assert torch.equal(c, d)
+    assert not torch.equal(c, e)
+    assert moebius.history(tmp_path / "c").frame("eval")["loss"].iloc[0] == losses[0]
+    with pytest.raises(
+        ConfigError, match=r"holds a run that starts from .*, not one that starts from"
+    ):
+        moebius.fit(moebius.start_from(change(loaded), *one), tmp_path / "c")
+
+
+def test_a_model_of_other_shapes_is_not_saved(trained: Trained, tmp_path: Path) -> None:
+    loaded = moebius.load(trained.run_dir)
+    loaded.model.embedding = torch.nn.Parameter(torch.zeros(300, 16))
+    loaded.model.more = torch.nn.Linear(2, 2)
+    for call in (
+        lambda: moebius.save(loaded, tmp_path / "out"),
+        lambda: moebius.start_from(loaded),
+    ):
+        with pytest.raises(ConfigError, match=r"embedding is \(300, 16\), not \(257, 16\)"):
+            call()
+    with pytest.raises(ValueError, match="exists already"):
+        moebius.save(moebius.load(trained.run_dir), tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_of_pairs_is_not_asked_about_text(trained: Trained) -> None:
     loaded = moebius.load(trained.run_dir)
     data = loaded.config.data.model_copy(update={"targets": "paired"})
@@ -450,13 +533,18 @@ def test_a_configuration_is_counted_and_its_data_prepared(trained: Trained, tmp_
 @pytest.mark.slow
 def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
     """Runs the examples of the site's page on Python, in order, in an empty folder."""
-    examples = [
-        "\n".join(re.findall(r"^    (\w.*)$", text.partition("\n\nIt sits")[0], re.MULTILINE))
-        for text in (api.__doc__ or "", moebius.LoadedModel.__doc__ or "")
-    ]
+    texts = (
+        api.__doc__,
+        moebius.LoadedModel.__doc__,
+        *map(inspect.getdoc, (moebius.save, moebius.fit)),
+    )
+    shown = [re.split("\n\n(?:It sits|Args)", text or "")[0] for text in texts]
+    examples = ["\n".join(re.findall(r"^    ( *\w.*)$", text, re.MULTILINE)) for text in shown]
+    np.zeros((200, 129), np.uint16).tofile(tmp_path / "tokens.bin")
     assert all(f"moebius.{name}(" in examples[0] for name in ("fit", "resume", "export"))
     assert "trained.tokenizer.encode" in examples[1]
-    program = "\n".join(["import moebius", *examples])
+    assert all(f"moebius.{name}(" in examples[-2 + at] for at, name in enumerate(("save", "fit")))
+    program = "\n".join(["import moebius, torch, numpy as np", *examples])
     program = program.replace('"smoke", ', '"smoke", "train.steps=4", ')
     program = program.replace("train.steps=200", "train.steps=5")
     command = [sys.executable, "-c", program]

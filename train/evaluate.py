@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..data_pipeline.errors import NothingToReadError
 from ..data_pipeline.read.corruption import open_fetcher
+from ..data_pipeline.read.given import given_rows, given_split
 from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
 from ..model.documents import Documents
@@ -93,6 +94,7 @@ def read_rows(
         max_rows=max_rows,
         document_ids=config.data.gives_document_ids,
         fetch=open_fetcher(config.data),
+        given=given_split(config.data, split),
     ):
         valid_B1 = torch.from_numpy(batch.valid)[:, None]
         mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
@@ -117,6 +119,8 @@ def check_validation(config: Config) -> None:
     Raises:
         NothingToReadError: none does, or there is no row.
     """
+    if config.data.dataset and "validation" not in given_rows(config.data):
+        return  # as the user wants it
     rows = read_rows(config, torch.device("cpu"), max_rows=config.train.eval_rows or None)
     if not any(some.asked_BS.any() for some in rows):
         raise _no_target(config, "validation")

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data_pipeline.errors import PreparationFailedError
+from ..data_pipeline.errors import DataError, PreparationFailedError
+from ..data_pipeline.read.given import digest_of, given_rows
 from ..data_pipeline.read.loader import Batch, Loader
 from ..data_pipeline.tokenizers.tokenizer import check_meaning
 from .metrics.run_lines import log_saved
@@ -34,6 +35,8 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         position: the data's position in the checkpoint that the run resumes from.
     """
     config = run.config
+    if config.data.dataset:
+        _agree_on_rows(run)
     loader = Loader(
         config.data,
         global_batch=config.train.global_batch,
@@ -51,10 +54,29 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     return loader
 
 
+def _agree_on_rows(run: Run) -> None:
+    """Compares the rows that all ranks get, and those that `fit` was given; a collective call.
+
+    Raises:
+        ValueError: they differ, or cannot be read; on all ranks.
+    """
+    given = run.config.data.dataset
+    try:
+        found = digest_of(given_rows(run.config.data))
+    except DataError as error:
+        found = str(error)
+    run.process.agree("dataset", {"its rows": found})
+    if found != given:
+        raise DataError(
+            f"the ranks read other rows ({found}) than fit was given ({given}): an item must depend on "
+            "its index alone"
+        )
+
+
 def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
     """Logs how the data differs from the checkpoint's; checks its tokenizer and that it lasts."""
     config = run.config
-    if position is not None:
+    if position is not None and not config.data.dataset:
         check_meaning(config.data.directory, position)
     if position is not None and config.data.override_position and run.process.rank == 0:
         for difference in loader.samples.differences(position):

@@ -1,4 +1,4 @@
-"""Batches from prepared shards: the training loader of a rank, and one pass over a validation split.
+"""Batches from prepared shards or a given dataset: the training loader of a rank, and one pass over a validation split.
 
 A run's position in its data is (spec, g), where g is the number of consumed samples; `order` maps g to
 rows. To resume, open a loader with start_sample=g. A step covers the samples [g, g + global_batch).
@@ -26,9 +26,9 @@ from ..data_config import DataConfig
 from ..errors import DataError
 from ..words import some_of
 from .corruption import BatchFetcher, open_fetcher
+from .given import GivenRows, open_samples
 from .order import RowRefs
 from .rows import SplitReader, too_short
-from .samples import OrderedSamples
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Loader:
                 "micro-batches; change one of the three"
             )
         self._fetch = open_fetcher(data)
-        self.samples = OrderedSamples(data, self._fetch)
+        self.samples = open_samples(data, self._fetch)
         """The order of all samples, and positions in it."""
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._local_batch = global_batch // num_ranks
@@ -276,6 +276,7 @@ def validation_batches(
     sequences_per_group: int = 1,
     document_ids: bool = False,
     fetch: BatchFetcher | None = None,
+    given: GivenRows | None = None,
 ) -> Iterator[ValidationBatch]:
     """Iterates once over a split, in batches of `batch_size` rows.
 
@@ -288,13 +289,15 @@ def validation_batches(
     stream may belong to one document, and one would reveal the continuation of another. Row m of
     group j is row j + m·(number of groups) of the pass; rows from its beginning fill the last group.
 
-    `batch_size` is a multiple of `sequences_per_group`.
+    `batch_size` is a multiple of `sequences_per_group`. `given` replaces the folder.
 
     Raises:
         ShardError: the split is shorter than one row.
     """
     assert batch_size % sequences_per_group == 0, "a group would be split between batches"
-    reader = SplitReader(directory, split, seq_len=seq_len, document_ids=document_ids, fetch=fetch)
+    reader = given or SplitReader(
+        directory, split, seq_len=seq_len, document_ids=document_ids, fetch=fetch
+    )
     if not reader.num_rows:
         raise too_short(f"split {split!r} of {directory}", reader.num_tokens, seq_len)
     count = min(max_rows or reader.num_rows, reader.num_rows)
@@ -309,7 +312,7 @@ def validation_batches(
 
 
 def _padded_batches(
-    reader: SplitReader,
+    reader: SplitReader | GivenRows,
     rows: np.ndarray,
     valid: np.ndarray,
     *,

@@ -175,12 +175,17 @@ class OrderedSamples:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
 
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether all data is there, so that its rows can be counted."""
+        return self.prepared.manifest.complete
+
     def passes(self, samples: int) -> tuple[float, str, int] | None:
         """Returns how often the first samples read the source that they repeat most; its name and tokens.
 
         None while the folder grows.
         """
-        if not self.prepared.manifest.complete:
+        if not self.is_complete:
             return None
         counts = zip(self.mixture.names, self.mixture.rows_before(samples).tolist(), strict=True)
         tokens = {name: self._num_tokens(name) for name in self.mixture.names}

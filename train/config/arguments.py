@@ -36,6 +36,7 @@ _EXAMPLES = {  # of arguments, by name
     "source": '"runs/mine"',
     "folder": '"runs"',
     "name": '"smoke"',
+    "model": 'moebius.load("runs/mine")',
     "overrides": '"train.steps=20"',
     "draw_anew": '["embedding"]',
     "tasks": '["piqa"]',

@@ -11,6 +11,8 @@ Banks of experts have the same shapes as here, so only names change; the dense b
 and values as one matrix, which is split. A file does not describe what has no weight (depth steps,
 active experts, places of norms). A recipe does, and every name and shape is checked against it.
 
+A model that was loaded and changed in Python becomes a run, too.
+
 Files are untrusted: .safetensors, or a torch pickle read with weights_only=True, which builds
 tensors and containers and calls nothing.
 """
@@ -22,17 +24,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...data_pipeline.words import some_of
 from ...distributed.checkpoint.atomic_directory import (
     atomic_directory,
     refuse_existing,
     write_checkpoint,
 )
-from ...distributed.checkpoint.format import step_name
+from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint, step_name
+from ...distributed.checkpoint.loading import read_tensor
 from ...distributed.checkpoint.pieces import require_safetensors
 from ...distributed.checkpoint.source import SOURCE, SOURCE_FILES, Source, keep_small_files
 from ...distributed.parallelize import expert_names
@@ -47,7 +52,7 @@ from ..recipes.hub import settings_words
 from ..recipes.smoke import RECIPES
 from ..state import TrainingProgress
 from .family import Rule
-from .start import weights_in_folder
+from .start import source_of, weights_in_folder
 from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
@@ -174,7 +179,7 @@ def import_published(
         model = Transformer(config.model)
     check_weights(weights, model, origin=str(file))
     notes = f"\n  ignored: {', '.join(skipped)}" if skipped else ""
-    return _write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
+    return write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
 
 
 def import_folder(
@@ -213,24 +218,37 @@ def import_folder(
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
     state = {each: partial(plan.tensor, each) for each in weights.shapes}
     notes = f"{plan}\n  {settings_words(config, whose)}"
-    return _write_run(out, config, state, notes, weights.source)
+    return write_run(out, config, state, notes, weights.source)
 
 
-def _write_run(
+def write_run(
     out: Path,
     config: Config,
     state: Mapping[str, Callable[[torch.dtype], Tensor]],
-    notes: str,
+    notes: str = "",
     source: Source | None = None,
+    *,
+    before: Mapping[str, Any] | None = None,
 ) -> Imported:
-    """Writes a run at step 0, one tensor at a time; the optimizer has no state before a step."""
+    """Writes a run with one checkpoint, one tensor at a time, without any state of an optimizer.
+
+    Args:
+        out: appears whole or not at all.
+        config: of the run.
+        state: by name, a function that returns a tensor of the model in a dtype.
+        notes: for the user, lines.
+        source: where the weights are from.
+        before: meta of the checkpoint whose step and position in the data it has; None: step 0.
+    """
     with torch.device("meta"):
         model = Transformer(config.model)
     store_in(model, stored_dtype(config.train.precision))
-    stored = model.state_dict()
+    stored, progress = model.state_dict(), TrainingProgress()
+    if before is not None:
+        progress = replace(TrainingProgress(**before["progress"]), updates=0)
     meta = {
-        "progress": TrainingProgress().as_dict(),
-        "data": None,  # no position, so training starts at the beginning of its data
+        "progress": progress.as_dict(),
+        "data": before and before["data"],  # None: training starts at the beginning of its data
         "experts": {},
         "config": config.model_dump(mode="json"),
     }
@@ -241,15 +259,71 @@ def _write_run(
             (new / SOURCE).write_text(source.as_text(), encoding="utf-8")
             keep_small_files(source, new)
         write_checkpoint(
-            new / "checkpoints" / step_name(0),
+            new / "checkpoints" / step_name(progress.step),
             {f"model.{name}": partial(make, stored[name].dtype) for name, make in state.items()},
-            step=0,
+            step=progress.step,
             num_experts={
                 f"model.{name}": len(stored[name]) for name in sorted(expert_names(model))
             },
             meta=meta,
         )
     return Imported(out, len(stored), sum(each.numel() for each in stored.values()), notes)
+
+
+# Models changed in Python ---------------------------------------------------------------------------
+
+
+def save_model(out: Path, model: Transformer, config: Config, checkpoint: Path) -> None:
+    """Writes a run folder `out` whose one checkpoint has a loaded model's weights of now.
+
+    Step and position in the data are those of `checkpoint`, which the model was loaded from.
+
+    Raises:
+        ValueError: the model does not fit its configuration, the checkpoint is gone, or `out` exists.
+    """
+    refuse_existing(out)
+    state = {name: partial(_on_cpu, tensor) for name, tensor in _fitting(model, config).items()}
+    before = open_checkpoint(checkpoint).meta.meta
+    write_run(out, config, state, source=source_of(checkpoint), before=before)
+
+
+def checkpoint_of_now(model: Transformer, config: Config, checkpoint: Path) -> Path:
+    """Returns a checkpoint with a loaded model's weights of now: its own, or a temporary one.
+
+    Raises:
+        ValueError: as for `save_model`.
+    """
+    stored = open_checkpoint(checkpoint)
+    for name, tensor in _fitting(model, config).items():
+        there = read_tensor(stored, f"model.{name}")
+        if not torch.equal(_on_cpu(tensor, there.dtype), there):
+            break
+    else:
+        return checkpoint
+    _temporary.append(TemporaryDirectory(prefix="moebius-"))
+    run = Path(_temporary[-1].name) / "changed"
+    save_model(run, model, config, checkpoint)
+    return find_checkpoint(run)
+
+
+_temporary: list[TemporaryDirectory[str]] = []  # removed when this process ends
+
+
+def _fitting(model: Transformer, config: Config) -> dict[str, Tensor]:
+    """Returns a model's tensors by name; raises ConfigError if they are not its configuration's."""
+    state, wanted = model.state_dict(), shapes_of(config.model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if differing := [name for name in wanted | shapes if shapes.get(name) != wanted.get(name)]:
+        listed = [f"{name} is {shapes.get(name)}, not {wanted.get(name)}" for name in differing]
+        raise ConfigError(
+            f"the model was changed beyond its configuration ({some_of(listed, between='; ')}): keep names "
+            "and shapes; for another size, start_from(…, draw_anew=…) with other values of model.*"
+        )
+    return state
+
+
+def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype)
 
 
 # Reading -------------------------------------------------------------------------------------------

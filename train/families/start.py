@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.errors import InputError
 from ...data_pipeline.manifest import is_prepared, read_manifest
 from ...data_pipeline.tokenizers.hub import open_tokenizer
@@ -107,7 +108,7 @@ def start_from(
     recipes = _recipes(name) if is_named else weights.recipes
     is_other = not is_named and _names_other_text(weights, overrides)
     if is_other:
-        base = _reading(recipes[name](), "")  # the run's own folder holds its own text
+        base = _reading(recipes[name](), DataConfig())  # the run's own folder holds its own text
         name, recipes = weights.source.path, {weights.source.path: lambda: base}
     if weights.trunk is not None:
         config = resolve(name, overrides, recipes, start=weights.sections if is_other else None)
@@ -131,10 +132,10 @@ def _names_other_text(weights: GivenWeights, overrides: Sequence[str]) -> bool:
     return may and not keys.isdisjoint({"prepare.input", "prepare.sources", "data.directory"})
 
 
-def _reading(config: Config, directory: str) -> Config:
-    return config.model_copy(
-        update={"data": config.data.model_copy(update={"directory": directory})}
-    )
+def _reading(config: Config, other: DataConfig) -> Config:
+    """Returns a configuration that reads another one's folder or rows."""
+    read = {"directory": other.directory, "dataset": other.dataset}
+    return config.model_copy(update={"data": config.data.model_copy(update=read)})
 
 
 def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
@@ -248,6 +249,15 @@ def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
     )
 
 
+def source_of(checkpoint: Path) -> Source:
+    """Returns a checkpoint as the source of a run.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    return _in_checkpoint(checkpoint.absolute(), None).source
+
+
 def _sections_of(config: Config) -> StartSections:
     """Returns what a new run takes from a run's configuration."""
     tokenizer = {"tokenizer": "bytes", "end_of_document": "", "vocab_size": 257}
@@ -273,7 +283,7 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
         )
     check_branch(trunk.model_dump(mode="json"), config, name, trunk=Path(source.path))
     if not (config.data.directory or config.data.override_position):
-        config = _reading(config, trunk.data.directory)
+        config = _reading(config, trunk.data)
     config = count_epochs(config)
     if config.train.steps <= step:
         raise ConfigError(

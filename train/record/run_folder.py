@@ -18,6 +18,7 @@ from ...data_pipeline.data_config import MAY_CHANGE
 from ...data_pipeline.files import write_atomically
 from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.corruption import open_fetcher
+from ...data_pipeline.read.given import given_rows, open_samples
 from ...data_pipeline.read.loader import Loader
 from ...data_pipeline.read.samples import OrderedSamples
 from ...data_pipeline.tokenizers.tokenizer import check_meaning
@@ -55,8 +56,14 @@ def default_run_dir(config: Config, root: Path) -> Path:
 def place_data(config: Config, root: Path) -> Config:
     """Sets data.directory to an absolute path, and counts the epochs of what is prepared there.
 
-    Runs with equal input and tokenizer share one prepared folder.
+    Runs with equal input and tokenizer share one prepared folder. A run on given rows needs none.
+
+    Raises:
+        DataError: the run reads rows that no program gives.
     """
+    if config.data.dataset:
+        given_rows(config.data)
+        return count_epochs(config)
     directory = Path(
         config.data.directory or root / "data" / config.prepare.spec_hash[:12]
     ).absolute()
@@ -77,10 +84,10 @@ def count_epochs(config: Config) -> Config:
         DataError: the data cannot be read.
     """
     data, epochs = config.data, config.train.epochs
-    if epochs is None or not is_prepared(data.directory):
+    if epochs is None or not (data.dataset or is_prepared(data.directory)):
         return config
-    samples = OrderedSamples(data, open_fetcher(data))
-    if not samples.prepared.manifest.complete:
+    samples = open_samples(data, open_fetcher(data))
+    if not samples.is_complete:
         return config
     config.check_epochs(samples.mixture.names)
     steps = epochs * samples.num_rows() / config.train.global_batch
@@ -211,18 +218,19 @@ def check_data(config: Config, run_dir: Path, *, is_whole: bool) -> str:
     """
     data, train, position = config.data, config.train, None
     source, newest = read_source(run_dir), latest(run_dir / "checkpoints")
+    is_given = bool(data.dataset)
     if source is not None and newest is None and not config.checkpoint.copy_to:
         check_source(source)
-    if not is_prepared(data.directory):
+    if not (is_given or is_prepared(data.directory)):
         return ""
-    if source is not None and source.tokenizer is not None:
+    if source is not None and source.tokenizer is not None and not is_given:
         check_meaning(data.directory, {"spec": {"tokenizer_sha256": source.tokenizer}})
     with contextlib.suppress(CheckpointError):  # of a damaged one, which ranks set aside
         if newest is None and source is not None and source.kind == "branch":
             newest = Path(source.path)
         if newest is not None:
             position = read_meta(newest).meta.get("data")
-    if position:
+    if position and not is_given:
         check_meaning(data.directory, position)
     if not is_whole:
         return ""
