@@ -29,6 +29,7 @@ from torch import Tensor
 from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
+from .cluster.local import dry_run as try_here
 from .cluster.local import train_here
 from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
@@ -67,8 +68,9 @@ class TrainingFailed(RuntimeError):
         words = [status.reason]
         if status.root_cause is not None and status.root_cause.summary not in status.reason:
             words.append(status.root_cause.summary)
-        logs = status.run_dir / "logs"
-        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}; see {logs}")
+        logs = status.run_dir / "logs"  # a dry run leaves none
+        see = f"; see {logs}" if logs.exists() else ""
+        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}{see}")
         self.status = status
 
 
@@ -434,6 +436,7 @@ def fit(
     *,
     show: bool = True,
     on_record: OnRecord | None = None,
+    dry_run: bool = False,
 ) -> JobStatus:
     """Trains a configuration on this machine, waits, and returns how the run ended.
 
@@ -450,6 +453,7 @@ def fit(
             ("eval"), in a thread of this process. If its result is true, the run ends at the next step
             boundary with a checkpoint; so it does if it raises, and `fit` raises the error. Steps
             repeated after a recovery are told again.
+        dry_run: only makes a few steps, prints what the run will take, and leaves nothing behind.
 
     Raises:
         ConfigError: the configuration does not fit its number of ranks, or the folder holds another
@@ -458,9 +462,9 @@ def fit(
         TrainingFailed: the run failed; the message is the root cause.
     """
     config, run_dir, source = _placed(config, run_dir)
-    console = _console(show)
+    start = try_here if dry_run else train_here
     with telling(run_dir, on_record):
-        return _ended(train_here(config, run_dir, source=source, console=console))
+        return _ended(start(config, run_dir, source=source, console=_console(show)))
 
 
 @checked
