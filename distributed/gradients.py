@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from ..model.execution.roles import part_of
 from ..model.layers import literal
 from .local_shard import local_shard_of, local_tensor
 from .mesh import Mesh
@@ -144,10 +145,9 @@ def global_grad_norm(
     mesh: Mesh,
     *,
     numbers: Sequence[Tensor | float] = (),
-    parts: Sequence[str] = (),
 ) -> tuple[float, tuple[float, ...], dict[str, float]]:
     """Returns the 2-norm of the whole model's reduced gradient, the numbers' sums over ranks, and
-    the norm of every part.
+    the norm of every part (`part_of`).
 
     Collective, with equally many numbers and the same parts on every rank; all ranks get the same
     bits. The first copy of each tensor counts its elements, so a non-finite gradient anywhere makes
@@ -155,23 +155,15 @@ def global_grad_norm(
     step boundary (a flag of any rank, the step's loss) need no message of their own. So do the parts'
     squares, which are sums of those that make the norm. Reading the results is the step's only wait
     for the device.
-
-    Args:
-        parameters: the model's, on this rank.
-        mesh: the ranks.
-        numbers: to sum.
-        parts: the name of each parameter's part (model/execution/roles.py); empty: no norms of parts.
     """
-    names = sorted(set(parts))
+    names = sorted({part_of(parameter) for parameter in parameters})
     sums = torch.zeros(
         1 + len(numbers) + len(names), dtype=torch.float64, device=_device(parameters)
     )
-    counted = list(_counted_here(parameters, parts, mesh.rank))
-    if counted:
+    if counted := list(_counted_here(parameters, mesh.rank)):
         squares_N, parts_N = _squares(counted)
         sums[0] = squares_N.sum()
-        if names:
-            sums[1 + len(numbers) :] = _sums_of_parts(squares_N, parts_N, names)
+        sums[1 + len(numbers) :] = _sums_of_parts(squares_N, parts_N, names)
     for place, number in enumerate(numbers, start=1):
         sums[place].fill_(number)
     if mesh.world_group.size() > 1:
@@ -187,7 +179,6 @@ def clip_gradients(
     *,
     max_norm: float,
     numbers: Sequence[Tensor | float] = (),
-    parts: Sequence[str] = (),
 ) -> tuple[float, tuple[float, ...], dict[str, float]]:
     """Scales all reduced gradients by min(1, max_norm / norm). Collective.
 
@@ -195,7 +186,7 @@ def clip_gradients(
     `global_grad_norm` does. If the norm is not finite, skip the step; all ranks see the same norm, so
     all skip.
     """
-    norm, sums, norms = global_grad_norm(parameters, mesh, numbers=numbers, parts=parts)
+    norm, sums, norms = global_grad_norm(parameters, mesh, numbers=numbers)
     gradients = [
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
@@ -205,15 +196,13 @@ def clip_gradients(
     return norm, sums, norms
 
 
-def _counted_here(
-    parameters: Sequence[Parameter], parts: Sequence[str], rank: int
-) -> Iterator[tuple[Tensor, str]]:
+def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[tuple[Tensor, str]]:
     """Yields what this rank counts of the gradients in the model's norm, each with its part."""
-    for parameter, part in zip(parameters, parts or itertools.repeat(""), strict=bool(parts)):
+    for parameter in parameters:
         shard = local_shard_of(parameter)
         if parameter.grad is not None and shard.copy_index(rank) == 0:
             for view in shard.first_views(local_tensor(parameter.grad)):
-                yield view, part
+                yield view, part_of(parameter)
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:

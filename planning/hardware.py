@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.files import fault, read_regular
-from ..train.metrics.pace import PEAKS
+from ..model.cost import PEAKS
 
 
 @dataclass(frozen=True)

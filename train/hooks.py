@@ -34,7 +34,6 @@ def log_step(run: OpenRun, result: StepResult) -> None:
     number, train = run.progress.step, run.config.train
     if not (result.is_last or is_logged(run, number)):
         return
-    left_s, peak = run.state.pace.left_s(number, train), run.peak_tokens_per_s
     step_s, data_wait_s = run.state.clock.read(waited_s=run.loader.wait_s)
     sums = result.meter.reduce(digest=result.batch.digest, data_wait_s=data_wait_s)
     counted = result.counted_targets
@@ -53,8 +52,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         tokens=run.progress.tokens,
         tokens_per_s=round(tokens / step_s, 1),
         step_s=round(step_s, 5),
-        **({} if left_s is None else {"left_s": round(left_s, 1)}),
-        **({} if peak is None else {"mfu": round(tokens / step_s / peak, 4)}),
+        **run.state.clock.pace.facts(number, tokens / step_s, run.config, run.process),
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
@@ -141,7 +139,7 @@ def evaluate_run(run: OpenRun) -> None:
         tokens=result.tokens,
         seconds=round(time.monotonic() - began_s, 3),
     )
-    run.state.pace.count_evaluation(time.monotonic() - began_s)
+    run.state.clock.pace.count_evaluation(time.monotonic() - began_s)
 
 
 def finish(run: OpenRun, state: str) -> None:

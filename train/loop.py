@@ -138,7 +138,6 @@ def step(
         run.mesh,
         max_norm=run.config.optim.clip_norm,
         numbers=[run.end_is_requested(), not data_ready(), *loss],
-        parts=run.parts,
     )
     run.state.data_is_late = waiting > 0
     skipped, spike = run.judge.why_skipped(grad_norm, counted_targets, global_loss)

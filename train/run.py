@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,10 @@ from ..kernels.backend import build_backend, resolve_backend
 from ..model.execution.compiled import check_compiler, compile_dense_parts
 from ..model.execution.depth_losses import WeightedLoss, weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
-from ..model.execution.roles import parts_of
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
-from .metrics.pace import Pace, peak_tokens_per_s
 from .metrics.spikes import SkipPolicy, Spike
 from .metrics.step_metrics import StepClock, StepMeter
 from .metrics.step_traces import TRACES, StepTraces
@@ -69,7 +66,6 @@ class RunState:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     first_step: int = 1  # of this process
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
-    pace: Pace = field(default_factory=Pace)
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
 
@@ -84,7 +80,6 @@ class Run:
     mesh: Mesh
     model: Transformer
     parameters: list[torch.nn.Parameter]  # this rank's shards
-    parts: list[str]  # of the model, that each of these belongs to
     optimizer: torch.optim.Optimizer
     expert_placement: ExpertPlacement
     checkpoints: Checkpointer
@@ -120,14 +115,9 @@ class OpenRun(Run):
     loader: Loader
     log: MetricsLog
 
-    @cached_property
-    def peak_tokens_per_s(self) -> float | None:
-        """Returns the tokens/s of an MFU of 1; None if the GPUs' peak is unknown."""
-        return peak_tokens_per_s(self.config, self.process)
-
     def restart_clock(self) -> None:
         """Restarts the measurement of step times."""
-        self.state.clock = StepClock(waited_s=self.loader.wait_s)
+        self.state.clock.restart(waited_s=self.loader.wait_s)
 
 
 @dataclass(frozen=True)
@@ -188,7 +178,6 @@ def assemble(
         mesh=mesh,
         model=model,
         parameters=list(model.parameters()),
-        parts=parts_of(model),
         optimizer=optimizer,
         expert_placement=ExpertPlacement(config.mesh, model, optimizer, mesh),
         checkpoints=checkpoints,

@@ -73,15 +73,21 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     return found
 
 
-def parts_of(model: nn.Module) -> list[str]:
-    """Returns the part of the model that each of `model.parameters()` belongs to, in their order.
+def mark_parts(model: nn.Module) -> None:
+    """Records on every parameter the part of the model whose gradient norm counts it (`part_of`).
 
     These are "embedding", "head", "routers" and "norms" wherever they are; "attention", its experts
     included; "experts", those of the feed-forward that tokens are routed to; "feed_forward", dense
     layers and shared experts; and "other".
     """
     roles = roles_of(model)
-    return [_place_of(path, roles[path]) for path, _ in model.named_parameters()]
+    for path, parameter in model.named_parameters():
+        parameter.part = _place_of(path, roles[path])  # type: ignore[attr-defined]
+
+
+def part_of(parameter: Tensor) -> str:
+    """Returns the part that `mark_parts` recorded."""
+    return getattr(parameter, "part", "other")
 
 
 def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -31,7 +31,7 @@ from ..rank_data import open_loader
 from ..record.heartbeat import Phase, open_heartbeat
 from ..run import Run, assemble
 from ..state import state_tensors
-from .pace import peak_tokens_per_s
+from .step_metrics import peak_tokens_per_s
 
 _LOOKED_AT = 64  # steps, spread over the run, whose loops are compared
 
