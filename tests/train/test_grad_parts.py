@@ -15,6 +15,7 @@ from world import run_ranks
 
 from moebius.distributed.local_shard import local_shard_of, local_tensor
 from moebius.distributed.placement.move import expert_maps_of
+from moebius.model.routers.cosine import CosineConfig
 from moebius.train.config.run_config import Config
 from moebius.train.hooks import move_experts
 from moebius.train.loop import step
@@ -45,7 +46,7 @@ COPIES = {"ep": 2, "rebalance_every": 1, "replicas": 1}
 
 
 def config_of(data: Path, **changes: Any) -> Config:
-    return make_config(data, model=MODEL, **({"optim__clip_norm": 1e9} | changes))
+    return make_config(data, **({"model": MODEL, "optim__clip_norm": 1e9} | changes))
 
 
 def norms_by_name(gradients: dict[str, Tensor]) -> dict[str, float]:
@@ -111,7 +112,10 @@ def test_parts_are_those_of_float64_on_every_layout(data: Path, tmp_path: Path) 
 
 
 def test_parts_of_gradients_in_two_dtypes(data: Path, tmp_path: Path) -> None:
-    config = config_of(data, train__precision="bfloat16_only")
+    cosine = MODEL.changed(
+        {"feed_forward.router": CosineConfig(top_k=3)}
+    )  # its temperature is float32
+    config = config_of(data, train__precision="bfloat16_only", model=cosine)
     [(norm, whole, parts, expected, _)] = run_ranks(two_steps, 1, config, tmp_path)
     assert norm == whole
     assert parts == pytest.approx(expected, rel=1e-6)
