@@ -16,8 +16,9 @@ from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
 
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.local import dry_run, train_here
+from moebius.train.config.errors import ConfigError
 from moebius.train.config.resolve import resolve
-from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import place_data
 

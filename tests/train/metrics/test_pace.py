@@ -8,7 +8,6 @@ from moebius.distributed.process.process import Process
 from moebius.model.cost import forward_flops, peak_flops
 from moebius.planning.hardware import HARDWARE
 from moebius.train.config.train_config import TrainConfig
-from moebius.train.metrics import step_metrics
 from moebius.train.metrics.step_metrics import Pace, evaluations_left, peak_tokens_per_s
 from moebius.train.recipes.smoke import RECIPES
 
@@ -29,7 +28,7 @@ def test_time_left_is_what_the_run_takes_where_steps_and_evaluations_are_steady(
     """From a resume at step 20 on; the process's first step takes a minute more."""
     now, left = 1000.0, {}
     config = make_config(train__steps=40, train__eval_every=10)
-    monkeypatch.setattr(step_metrics.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("moebius.train.metrics.step_metrics.time.perf_counter", lambda: now)
     measured, process = Pace(), Process(0, 1, 0, CPU, "gloo", 1.0)
     for step in range(21, 41):
         now += 2.0 + (60.0 if step == 21 else 0.0)
