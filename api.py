@@ -29,6 +29,7 @@ from torch import Tensor
 from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State
+from .cluster.local import dry_run as try_here
 from .cluster.local import train_here
 from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
@@ -70,8 +71,9 @@ class TrainingFailed(RuntimeError):
         words = [status.reason]
         if status.root_cause is not None and status.root_cause.summary not in status.reason:
             words.append(status.root_cause.summary)
-        logs = status.run_dir / "logs"
-        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}; see {logs}")
+        logs = status.run_dir / "logs"  # a dry run leaves none
+        see = f"; see {logs}" if logs.exists() else ""
+        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}{see}")
         self.status = status
 
 
@@ -405,6 +407,7 @@ def fit(
     data: object = None,
     show: bool = True,
     on_record: OnRecord | None = None,
+    dry_run: bool = False,
 ) -> JobStatus:
     """Trains a configuration on this machine, waits, and returns how the run ended.
 
@@ -428,6 +431,7 @@ def fit(
             ("eval"), in a thread of this process. If its result is true, the run ends at the next step
             boundary with a checkpoint; so it does if it raises, and `fit` raises the error. Steps
             repeated after a recovery are told again.
+        dry_run: only makes a few steps, prints what the run will take, and leaves nothing behind.
 
     Raises:
         ConfigError: the configuration does not fit its number of ranks, or the folder holds another
@@ -438,9 +442,10 @@ def fit(
     """
     config, run_dir, source = _opened(config, run_dir)
     reads = giving(config.data, data, vocab_size=config.model.vocab_size)
+    start = try_here if dry_run else train_here
     with reads as section, telling(run_dir, on_record):
         config = place_data(config.model_copy(update={"data": section}), run_dir.parent)
-        return _ended(train_here(config, run_dir, source=source, console=_console(show)))
+        return _ended(start(config, run_dir, source=source, console=_console(show)))
 
 
 @checked

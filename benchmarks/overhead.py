@@ -15,6 +15,9 @@ One run answers four questions:
   quarter
      against the median of its last quarter. Goal: none grows by more than 8 MiB.
 
+With --norms, only the cost of gradient norms by part is measured, on one rank: so many steps with and
+as many without them by turns, and the median ratio (goal: ≤ 1.01).
+
 With --soak, only the memory of both ranks of `moebius train` with EP 2 is measured, over so many
 steps with a checkpoint every 50 (results/soak.json, 5 minutes).
 
@@ -35,8 +38,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -49,6 +54,7 @@ from moebius.cluster.local import train_here
 from moebius.cluster.nodes import processes
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.read.loader import Batch
+from moebius.distributed import gradients
 from moebius.distributed.process.process import start_process
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
@@ -80,11 +86,14 @@ def main() -> None:
     parser.add_argument(
         "--bare", type=Path, help=argparse.SUPPRESS
     )  # a rank of the bare run: its run folder
+    parser.add_argument("--norms", type=int, metavar="STEPS", help="measure only norms by part")
     parser.add_argument("--soak", type=int, metavar="STEPS", help="measure only two ranks' memory")
     options = parser.parse_args()
     if options.bare is not None:
         run_bare(options.bare)
         return
+    if options.norms:
+        compare_norms(options.norms)
     if options.soak:
         soak(options.soak)
         return
@@ -139,6 +148,17 @@ def measure_growth(scratch: Path, options: argparse.Namespace) -> dict[str, Any]
         "steps": options.long_steps,
         "growth": run_stack(config, scratch / "long", sample_every_s=1.0)["growth"],
     }
+
+
+def compare_norms(steps: int) -> None:
+    """Prints what norms by part cost per step, and exits with 1 if it is more than one per cent."""
+    layout = ("job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1")
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "bare"
+        time_bare(make_config(Path(scratch), f"train.steps={2 * steps}", *layout), run_dir)
+        ratio = json.loads((run_dir / "bare.json").read_text())["norms_ratio"]
+    print(f"step with norms by part ÷ step without, median of {steps // 2} turns: {ratio:.4f}")
+    raise SystemExit(0 if ratio <= 1.01 else 1)
 
 
 def soak(steps: int) -> None:
@@ -259,14 +279,29 @@ def run_bare(run_dir: Path) -> None:
         )
         batch = Batch(tokens.numpy(), 0, 0, equal_shapes=True)
         times = []
-        for _ in range(config.train.steps):
-            started = time.perf_counter()
-            step(run, batch, 1e-4)
-            times.append(time.perf_counter() - started)
+        for number in range(config.train.steps):
+            # without and with norms by part, by turns, each first every other time
+            with contextlib.nullcontext() if number % 4 in (1, 2) else without_parts():
+                started = time.perf_counter()
+                step(run, batch, 1e-4)
+                times.append(time.perf_counter() - started)
         if process.rank == 0:
-            (run_dir / "bare.json").write_text(
-                json.dumps({"step_s": statistics.fmean(times[WARM_UP:])})
-            )
+            counted = iter(times[WARM_UP + -WARM_UP % 4 :])
+            fours = zip(counted, counted, counted, counted, strict=False)
+            ratios = [(b + c) / (a + d) for a, b, c, d in fours]
+            facts = {
+                "step_s": statistics.fmean(times[WARM_UP:]),
+                "norms_ratio": statistics.median(ratios) if ratios else None,
+            }
+            (run_dir / "bare.json").write_text(json.dumps(facts))
+
+
+@contextlib.contextmanager
+def without_parts() -> Iterator[None]:
+    """Makes steps that have no norms by part."""
+    nothing = {"part_of": lambda _: "", "_sums_of_parts": lambda *_: 0.0}
+    with mock.patch.multiple(gradients, **nothing):
+        yield
 
 
 class MemoryWatcher:

@@ -1,6 +1,9 @@
 """Runs a job on this machine without Ray: the same agent, supervisor and journal, with one node."""
 
+import json
+import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -8,14 +11,16 @@ from rich.text import Text
 
 from ..data_pipeline.make.pools import TaskPool
 from ..data_pipeline.make.prepare import prepare
+from ..data_pipeline.manifest import is_prepared, read_manifest
 from ..train.config.run_config import Config
-from ..train.record.run_folder import Source, if_changed
-from .job import JobError, JobStatus, Launch, read_status
+from ..train.record.run_folder import Source, check_data, if_changed, open_run
+from .job import JobError, JobStatus, Launch, State, python_module, read_status
 from .launch import begin_run, launch_here, opened_folder, refusals
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
+from .report.data_progress import duration
 from .report.live import follow, show_preparation
-from .report.summary import show_end
+from .report.summary import explain_failure, show_end
 from .stop import interrupts_stop_the_job
 from .supervise.background_data import BackgroundData, workers_beside
 from .supervise.job_supervisor import supervise
@@ -73,6 +78,79 @@ def prepare_shown(
     changed, where = if_changed(config, run_dir), config.data.directory
     with show_preparation(console) as show:
         prepare(config.prepare, where, pool=pool, on_progress=show, if_changed=changed)
+
+
+def dry_run(
+    config: Config,
+    run_dir: Path,
+    *,
+    source: Source | None = None,
+    console: Console | None = None,
+) -> JobStatus:
+    """Makes a few steps of a run with all its ranks here, and shows what the run will take.
+
+    The steps are made in a folder that is removed again. Arguments and errors are those of `train_here`.
+    """
+    console, run_dir = console or Console(), run_dir.absolute()
+    refusals(config, run_dir, source, console=console)
+    has_data = is_prepared(config.data.directory) and read_manifest(config.data.directory).complete
+    note = check_data(config, run_dir, is_whole=has_data)
+    with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
+        folder = Path(name)
+        with interrupts_stop_the_job(folder):
+            status = _run_dry(config, folder, reads_data=has_data)
+        words = f"{status.state.value}  {status.reason}"
+        if status.state is State.SUCCEEDED:
+            drawn = f"drawn tokens, for {config.data.directory} is not prepared"
+            words = f"{_report_of(config, folder)}\n{'data':<12}{note if has_data else drawn}"
+    console.print(Text(words), soft_wrap=True)
+    cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
+    for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
+        console.print(part)
+    return replace(status, run_dir=run_dir)
+
+
+def _run_dry(config: Config, folder: Path, *, reads_data: bool) -> JobStatus:
+    """Runs the steps of a dry run in a folder of its own, without showing them."""
+    changes = {
+        "data": {} if reads_data else {"directory": str(folder / "data")},
+        "train": {"start_when": None, "profile": {}},
+        "checkpoint": {"copy_to": None},
+        "job": {"max_restarts": 0, "rehearse_failure_at_step": None},
+    }
+    sections = {key: getattr(config, key).model_copy(update=changes[key]) for key in changes}
+    config, quiet = config.model_copy(update=sections), Console(quiet=True)
+    open_run(config, folder)
+    command = python_module("moebius.train", str(folder), "--dry-run")
+    launch = replace(launch_here(config, folder), command=tuple(command))
+    this_machine = ThisMachine(launch)
+    try:
+        return _run_and_show(begin_run(config, launch, quiet), this_machine, quiet)
+    finally:
+        this_machine.release()
+
+
+def _report_of(config: Config, folder: Path) -> str:
+    """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
+    ranks = [json.loads(file.read_text()) for file in folder.glob("dry_run.*.json")]
+    train, saves, first = config.train, config.checkpoint, ranks[0]
+    step_s = max(rank["step_s"] for rank in ranks)
+    rate, peak = train.global_batch * config.data.seq_len / step_s, first["peak_tokens_per_s"]
+    memory = [rank["memory_bytes"] / 1e9 for rank in ranks]
+    saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)
+    each, copies = first["checkpoint_bytes"] / 1e6, ", and as many copies" * bool(saves.copy_to)
+    lines = {
+        "layout": first["layout"],
+        "memory": f"at most {max(memory):.3g} GB on a rank, at least {min(memory):.3g} GB",
+        "step": f"{step_s:.3g} s, {rate:,.0f} tokens/s"
+        + (f", MFU {rate / peak:.1%}" if peak else ""),
+        "run": f"{train.steps:,} steps in {duration(train.steps * step_s)}, and evaluations"
+        if train.epochs is None or is_prepared(config.data.directory)
+        else f"train.epochs={train.epochs:g}: as many steps as there is data",
+        "checkpoint": f"{each:,.1f} MB",
+        "disk": f"{saved * each / 1e3:,.3f} GB for up to {saved} checkpoints at once{copies}",
+    }
+    return "\n".join(f"{name:<12}{words}" for name, words in lines.items())
 
 
 def _run_and_show(launch: Launch, this_machine: ThisMachine, console: Console) -> JobStatus:

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from ..model.execution.roles import part_of
+from ..model.layers import literal
 from .local_shard import local_shard_of, local_tensor
 from .mesh import Mesh
 
@@ -139,24 +141,36 @@ def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parame
 
 
 def global_grad_norm(
-    parameters: Sequence[Parameter], mesh: Mesh, *, numbers: Sequence[Tensor | float] = ()
-) -> tuple[float, tuple[float, ...]]:
-    """Returns the 2-norm of the whole model's reduced gradient, and the numbers' sums over ranks.
+    parameters: Sequence[Parameter],
+    mesh: Mesh,
+    *,
+    numbers: Sequence[Tensor | float] = (),
+) -> tuple[float, tuple[float, ...], dict[str, float]]:
+    """Returns the 2-norm of the whole model's reduced gradient, the numbers' sums over ranks, and
+    the norm of every part (`part_of`).
 
-    Collective, with equally many numbers on every rank; all ranks get the same bits. The first copy
-    of each tensor counts its elements, so a non-finite gradient anywhere makes the norm non-finite
-    everywhere. The numbers share the norm's reduction: values to agree on at a step boundary (a flag
-    of any rank, the step's loss) need no message of their own. Reading the results is the step's only
-    wait for the device.
+    Collective, with equally many numbers and the same parts on every rank; all ranks get the same
+    bits. The first copy of each tensor counts its elements, so a non-finite gradient anywhere makes
+    the norm non-finite everywhere. The numbers share the norm's reduction: values to agree on at a
+    step boundary (a flag of any rank, the step's loss) need no message of their own. So do the parts'
+    squares, which are sums of those that make the norm. Reading the results is the step's only wait
+    for the device.
     """
-    sums = torch.empty(1 + len(numbers), dtype=torch.float64, device=_device(parameters))
-    sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
+    names = sorted({part_of(parameter) for parameter in parameters})
+    sums = torch.zeros(
+        1 + len(numbers) + len(names), dtype=torch.float64, device=_device(parameters)
+    )
+    if counted := list(_counted_here(parameters, mesh.rank)):
+        squares_N, parts_N = _squares(counted)
+        sums[0] = squares_N.sum()
+        sums[1 + len(numbers) :] = _sums_of_parts(squares_N, parts_N, names)
     for place, number in enumerate(numbers, start=1):
         sums[place].fill_(number)
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
-    squares, *rest = sums.tolist()
-    return math.sqrt(squares), tuple(rest)
+    norm, *rest = sums.tolist()
+    norms = map(math.sqrt, rest[len(numbers) :])
+    return math.sqrt(norm), tuple(rest[: len(numbers)]), dict(zip(names, norms, strict=True))
 
 
 def clip_gradients(
@@ -165,28 +179,30 @@ def clip_gradients(
     *,
     max_norm: float,
     numbers: Sequence[Tensor | float] = (),
-) -> tuple[float, tuple[float, ...]]:
+) -> tuple[float, tuple[float, ...], dict[str, float]]:
     """Scales all reduced gradients by min(1, max_norm / norm). Collective.
 
-    Returns the norm before clipping and the numbers' sums, as `global_grad_norm` does. If the norm is
-    not finite, skip the step; all ranks see the same norm, so all skip.
+    Returns the norm before clipping, the numbers' sums and the norms of the parts, as
+    `global_grad_norm` does. If the norm is not finite, skip the step; all ranks see the same norm, so
+    all skip.
     """
-    norm, sums = global_grad_norm(parameters, mesh, numbers=numbers)
+    norm, sums, norms = global_grad_norm(parameters, mesh, numbers=numbers)
     gradients = [
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
     scale = max_norm * (1 / (norm + 1e-6))
     if gradients and not scale >= 1:  # NaN is not
         torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
-    return norm, sums
+    return norm, sums, norms
 
 
-def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor]:
-    """Yields the parts of the gradients that this rank counts in the model's norm."""
+def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[tuple[Tensor, str]]:
+    """Yields what this rank counts of the gradients in the model's norm, each with its part."""
     for parameter in parameters:
         shard = local_shard_of(parameter)
         if parameter.grad is not None and shard.copy_index(rank) == 0:
-            yield from shard.first_views(local_tensor(parameter.grad))
+            for view in shard.first_views(local_tensor(parameter.grad)):
+                yield view, part_of(parameter)
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
@@ -222,17 +238,26 @@ def _sum_dtype(parameter: Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _square_sum(gradients: Sequence[Tensor]) -> Tensor | float:
-    if not gradients:
-        return 0.0
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+def _squares(counted: Sequence[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
+    """Returns the squared norm of each gradient in float64, and its part, in one order."""
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, str]]] = {}
+    for gradient, part in counted:
+        by_dtype.setdefault(gradient.dtype, []).append((gradient, part))
     norms = [
-        torch.stack(_norms(same, torch.promote_types(dtype, torch.float32))).double()
+        torch.stack(
+            _norms([gradient for gradient, _ in same], torch.promote_types(dtype, torch.float32))
+        ).double()
         for dtype, same in by_dtype.items()
     ]
-    return (norms[0] if len(norms) == 1 else torch.cat(norms)).square().sum()
+    squares_N = (norms[0] if len(norms) == 1 else torch.cat(norms)).square()
+    return squares_N, [part for same in by_dtype.values() for _, part in same]
+
+
+def _sums_of_parts(values_N: Tensor, parts_N: Sequence[str], names: Sequence[str]) -> Tensor:
+    """Returns the sum of each part's values, in the order of `names`; other parts' may be NaN."""
+    of_N = literal(tuple(map(names.index, parts_N)), torch.int64, values_N.device)
+    of_P = literal(tuple(range(len(names))), torch.int64, values_N.device)
+    return torch.where(of_P[:, None] == of_N, values_N, 0.0).sum(1)
 
 
 def _norms(gradients: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:

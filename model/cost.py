@@ -6,7 +6,8 @@ plain product computes them all. The backward pass has two products for each for
 training costs three times the forward pass. Recomputation is not counted.
 
 Capacities and halting are ignored: the formula serves every row, which gives an upper bound. A
-transition costs what it does while mixing.
+transition costs what it does while mixing. Over the peak of the GPUs, training's FLOPs give the MFU (model
+FLOPs utilisation, PaLM, arXiv 2204.02311): drawn loops count with their mean.
 
 Parameters are counted on a model built on the meta device, which takes milliseconds and no memory.
 
@@ -14,6 +15,7 @@ Legend: S positions, D model width, W heads × their channels, F hidden width of
 experts, K of them chosen.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
@@ -33,6 +35,17 @@ from .config.model_config import ModelConfig
 from .loops.depth import shares_of_depths
 from .moe import SparseFeedForward, SparseLayer
 from .transformer import Transformer
+
+# FLOP/s of dense products in bfloat16, and in float32 without TF32; planning/hardware.py has the sources.
+PEAKS = {
+    "A100": (312e12, 19.5e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "B200": (2.25e15, 80e12),
+    "GB200": (2.25e15, 80e12),
+}
+# The driver's names of whole GPUs on SXM boards and in racks; cards and parts of a GPU are slower.
+_GPU = re.compile(rf"(?:NVIDIA )?({'|'.join(PEAKS)})(?:[ -](?:SXM\d?|HBM\w+|\d+GB))*")
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,12 @@ def _at_depth(config: ModelConfig, seq_len: int) -> Flops:
     if config.halting is not None:
         parts += [Flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(layers) - 1)
     return sum(parts, Flops(read_out=2 * config.d_model * config.vocab_size))
+
+
+def peak_flops(gpu: str, dtype: torch.dtype) -> float | None:
+    """Returns the peak FLOP/s of products on a GPU, by the driver's name for it; None: unknown."""
+    known = _GPU.fullmatch(gpu)
+    return PEAKS[known[1]][dtype == torch.float32] if known else None
 
 
 def is_upper_bound(config: ModelConfig) -> bool:

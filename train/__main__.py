@@ -1,4 +1,4 @@
-"""The program of every rank, started by torchrun: `python -m moebius.train RUN_DIR`."""
+"""The program of every rank, started by torchrun: `python -m moebius.train RUN_DIR [--dry-run]`."""
 
 import logging
 import os
@@ -11,13 +11,14 @@ from .config.errors import EXIT_MISTAKE, no_restart_mends
 from .config.resize import CONFIG_VARIABLE, with_mesh_of
 from .config.run_config import Config
 from .loop import train
+from .metrics.dry_run import dry_run
 from .record.heartbeat import FOLDER
 from .record.process_log import keep_log
 from .record.redaction import RedactingFilter
 
 
 def main() -> None:
-    """Trains the run in the folder given as the only argument.
+    """Trains the run in the folder given as the first argument, or makes a dry run of it.
 
     On an error, the exit code says whether a restart could help.
     """
@@ -40,14 +41,15 @@ def _train() -> None:
     )
     for handler in logging.getLogger().handlers:
         handler.addFilter(RedactingFilter())
-    if len(sys.argv) != 2:
+    is_dry = sys.argv[2:] == ["--dry-run"]
+    if len(sys.argv) != 2 + is_dry:
         raise SystemExit(
-            "usage: python -m moebius.train RUN_DIR (the folder that holds config.json)"
+            "usage: python -m moebius.train RUN_DIR [--dry-run] (the folder that holds config.json)"
         )
     run_dir = Path(sys.argv[1])
     stored = run_dir / os.environ.get(CONFIG_VARIABLE, "config.json")
     config = with_mesh_of(Config.load(stored), os.environ)
-    state = train(config, run_dir)
+    state = (dry_run if is_dry else train)(config, run_dir)
     logging.getLogger(__name__).info("%s", state)
 
 

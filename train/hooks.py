@@ -47,10 +47,12 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         learning_rate=result.learning_rate,
         **muon_rate(run.config.optim, result.learning_rate),
         grad_norm=result.grad_norm,
+        **{f"grad_norm_{part}": norm for part, norm in result.grad_norms.items()},
         skipped=number - run.progress.updates,
         tokens=run.progress.tokens,
         tokens_per_s=round(tokens / step_s, 1),
         step_s=round(step_s, 5),
+        **run.state.clock.pace.facts(number, tokens / step_s, run.config, run.process),
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
@@ -144,6 +146,7 @@ def evaluate_run(run: OpenRun) -> None:
         tokens=result.tokens,
         seconds=round(time.monotonic() - began_s, 3),
     )
+    run.state.clock.pace.count_evaluation(time.monotonic() - began_s)
 
 
 def finish(run: OpenRun, state: str) -> None:

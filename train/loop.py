@@ -134,7 +134,7 @@ def step(
     # The norm's all-reduce also sums stop requests, ranks whose next batch is late and, to judge spikes
     # (train.skip_spikes), the cross-entropy.
     loss = [] if run.judge.deviations is None else [meter.loss]
-    grad_norm, (stops, waiting, *global_loss) = clip_gradients(
+    grad_norm, (stops, waiting, *global_loss), grad_norms = clip_gradients(
         run.parameters,
         run.mesh,
         max_norm=run.config.optim.clip_norm,
@@ -153,6 +153,7 @@ def step(
         counted_targets=counted_targets,
         own_s=own_s if device.type == "cpu" else None,  # the host cannot time a GPU's work
         spike=spike,
+        grad_norms=grad_norms,
     )
 
 

@@ -57,6 +57,7 @@ class StepResult:
     counted_targets: int | None
     own_s: float | None  # forward and backward here, without waiting for others; None: on a GPU
     spike: Spike | None  # if it was one; all ranks skipped its update
+    grad_norms: dict[str, float]  # by part of the model
 
 
 @dataclass
@@ -119,7 +120,7 @@ class OpenRun(Run):
 
     def restart_clock(self) -> None:
         """Restarts the measurement of step times."""
-        self.state.clock = StepClock(waited_s=self.loader.wait_s)
+        self.state.clock.restart(waited_s=self.loader.wait_s)
 
 
 @dataclass(frozen=True)

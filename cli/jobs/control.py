@@ -49,12 +49,23 @@ def _add_train(commands: Commands) -> None:
             "train smoke train.steps=40",
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
             "train --from runs/mine optim.learning_rate=1e-4 prepare.input=other.txt --run-dir runs/next",
+            "train mine.toml --dry-run",
             "train --from runs/mine@10000 optim.schedule=wsd train.steps=12000 --run-dir runs/branch",
             'train --from hf://allenai/OLMoE-1B-7B-0924 prepare.input="texts/*.txt"',
         ],
         notes=ENDS,
     )
     add_config_arguments(parser)
+    _add_dry_run(parser)
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="make a few steps with all ranks, print what memory, time and disk the run takes, and "
+        "leave nothing behind",
+    )
 
 
 def _add_submit(commands: Commands) -> None:
@@ -71,6 +82,7 @@ def _add_submit(commands: Commands) -> None:
         notes=ENDS,
     )
     add_config_arguments(parser)
+    _add_dry_run(parser)
     _add_place(parser, "simulate one for this job")
 
 
@@ -107,14 +119,20 @@ def _add_resume(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from ...cluster.local import train_here
+    from ...cluster.local import dry_run, train_here
 
     config, run_dir, source = _resolve(options)
-    return train_here(config, run_dir, source=source, console=console()).exit_code
+    start = dry_run if options.dry_run else train_here
+    return start(config, run_dir, source=source, console=console()).exit_code
 
 
 def _submit(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
+    if options.dry_run:
+        raise ValueError(
+            "submit --dry-run: `moebius train … --dry-run` with the same words starts all ranks on "
+            "this machine, without Ray"
+        )
     from ...cluster.submit import submit
 
     config, run_dir, source = _resolve(options)

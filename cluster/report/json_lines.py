@@ -176,7 +176,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tokens_per_s", "eta_s"), _or_none(_is_number)),
     **dict.fromkeys(("max_violation", "effective_experts"), _list_of(_is_number)),
     "time": lambda value: _is_number(value) and 0 <= value < 2**35,  # a year that dates have
-    **dict.fromkeys(("seconds", "passes", "step_s", "data_wait_s"), _is_number),
+    **dict.fromkeys(("seconds", "passes", "step_s", "data_wait_s", "left_s", "mfu"), _is_number),
     "tokens": _is_whole,
     "resumed_from_step": _or_none(_is_whole),
     "expert_depths": _list_of(_is_whole),

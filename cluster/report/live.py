@@ -35,7 +35,7 @@ from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
 from .history import ExpertLoad, History, begin_history, spell_number
 from .json_lines import JsonLinesTail
-from .run_report import short_cause
+from .run_report import pace_words, short_cause
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing progress must not import what prepares data
@@ -274,11 +274,7 @@ def step_line(view: View) -> str:
         f"step {last['step']}" + (f"/{view.total}" if view.total else ""),
         f"loss {spell_number(last['loss'])}",
     ]
-    if view.total and "step_s" in last:
-        left_s = (view.total - last["step"]) * (last["step_s"] + last.get("data_wait_s", 0.0))
-        words += [f"{duration(left_s)} left"] if left_s > 0 else []
-    if "passes" in last:
-        words.append(f"{last['passes']:.2f} passes over the data")
+    words += pace_words(last)
     if validation:
         words.append(f"validation {validation[max(validation)]:.4f}")
     if "tokens_per_s" in last:

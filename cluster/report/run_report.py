@@ -11,8 +11,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class RunReport:
     last_checkpoint: int | None
     recoveries: tuple[Recovery, ...]
     commit: str | None = None  # of the submitted code
+    newest: Mapping[str, Any] = field(default_factory=dict)  # the newest "train" line
 
     @property
     def elapsed_s(self) -> float:
@@ -77,9 +78,16 @@ class RunReport:
         begun = self.since if status.submitted_at is None else status.submitted_at
         return max(0.0, (status.ended_at or time.time()) - begun)
 
+    @property
+    def left_s(self) -> float | None:
+        """Returns the seconds to the end, as of the newest step; None unless the run makes steps."""
+        return self.newest.get("left_s") if self.status.state is State.RUNNING else None
+
     def story(self) -> str:
         """Describes what happened, in one line."""
         parts = [self._where_it_stands()]
+        if self.status.state is State.RUNNING and (pace := pace_words(self.newest)):
+            parts.append(", ".join(pace))
         if self.status.state in _TOLD_WITH_REASON:
             parts.append(_shortened(self.status.reason, 3 * MAX_CAUSE))
         parts.append(self._recoveries_in_words())
@@ -126,6 +134,8 @@ class RunReport:
             "total_steps": status.total_steps,
             "loss": _finite_or_text(status.loss),
             "tokens_per_s": _finite_or_text(self.tokens_per_s),
+            "left_s": self.left_s,
+            **{key: self.newest.get(key) for key in ("passes", "mfu")},
             "last_checkpoint": self.last_checkpoint,
             "submitted_at": status.submitted_at,
             "ended_at": status.ended_at,
@@ -156,7 +166,15 @@ def read_report(run_dir: Path) -> RunReport:
         last_checkpoint=last_checkpoint(run_dir),
         recoveries=tuple(recoveries(entries)),
         commit=entries[0].details.get("commit"),
+        newest=newest,
     )
+
+
+def pace_words(newest: Mapping[str, Any]) -> list[str]:
+    """Returns what a "train" line says of time left, passes over the data, and MFU."""
+    words = [f"{duration(newest['left_s'])} left"] if newest.get("left_s") else []
+    words += [f"{newest['passes']:.2f} passes over the data"] if "passes" in newest else []
+    return words + ([f"MFU {newest['mfu']:.1%}"] if "mfu" in newest else [])
 
 
 def last_checkpoint(run_dir: Path) -> int | None:
@@ -280,7 +298,7 @@ def run_table(reports: Sequence[RunReport], root: Path) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("run folder", "state"):
         table.add_column(name, overflow="fold")
-    for name in ("step", "loss", "tokens/s", "since"):
+    for name in ("step", "loss", "tokens/s", "left", "since"):
         table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         status, rate = report.status, report.tokens_per_s
@@ -292,6 +310,7 @@ def run_table(reports: Sequence[RunReport], root: Path) -> Table:
             "" if status.step is None else f"{status.step}/{status.total_steps or '?'}",
             "" if status.loss is None else f"{status.loss:.4f}",
             "" if rate is None else f"{rate:,.0f}",
+            "" if report.left_s is None else duration(report.left_s),
             duration(max(0.0, time.time() - report.since)),
         )
     return table

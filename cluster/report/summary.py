@@ -63,7 +63,7 @@ def closing_words(
         table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
     parts: list[Any] = [title, Padding.indent(table, 2)]
     if status.state in (State.FAILED, State.LOST):
-        parts += [Padding.indent(part, 2) for part in _explain(status, told=words)]
+        parts += [Padding.indent(part, 2) for part in explain_failure(status, told=words)]
     return Group(*parts)
 
 
@@ -119,7 +119,7 @@ def describe_start(start: GenerationStart) -> str:
     return f"generation {start.generation} continued from {where}"
 
 
-def _explain(status: JobStatus, *, told: str) -> list[Any]:
+def explain_failure(status: JobStatus, *, told: str) -> list[Any]:
     """Returns why a job failed, and where; without the reason if it was `told` in full."""
     cause = status.root_cause
     reason = status.reason if cause is None or cause.summary in status.reason else cause.summary

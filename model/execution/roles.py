@@ -24,6 +24,13 @@ _PARTS: dict[str, Part] = {
     "injection": "gate",
     "condition": "gate",
 }
+# What gradient norms call a part, wherever it is in the model.
+_NAMES: dict[Part, str] = {
+    "embedding": "embedding",
+    "head": "head",
+    "router": "routers",
+    "norm": "norms",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,23 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     return found
 
 
+def mark_parts(model: nn.Module) -> None:
+    """Records on every parameter the part of the model whose gradient norm counts it (`part_of`).
+
+    These are "embedding", "head", "routers" and "norms" wherever they are; "attention", its experts
+    included; "experts", those of the feed-forward that tokens are routed to; "feed_forward", dense
+    layers and shared experts; and "other".
+    """
+    roles = roles_of(model)
+    for path, parameter in model.named_parameters():
+        parameter.part = _place_of(path, roles[path])  # type: ignore[attr-defined]
+
+
+def part_of(parameter: Tensor) -> str:
+    """Returns the part that `mark_parts` recorded."""
+    return getattr(parameter, "part", "other")
+
+
 def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yields what keeps float32 in any cast of the model: its name, its module, and its name there.
 
@@ -76,6 +100,18 @@ def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         for name in (*getattr(module, "keeps_float32", ()), *module._buffers):
             if isinstance(getattr(module, name), Tensor):
                 yield (f"{path}.{name}" if path else name), module, name
+
+
+def _place_of(path: str, role: Role) -> str:
+    """Returns the part of a parameter; of a body's or a gate's, where it is."""
+    modules = path.split(".")
+    if role.part in _NAMES:
+        return _NAMES[role.part]
+    if "attention" in modules:
+        return "attention"
+    if "feed_forward" in modules:
+        return "experts" if "experts" in modules else "feed_forward"
+    return "other"
 
 
 def _part_of(path: str) -> Part:

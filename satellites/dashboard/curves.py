@@ -56,6 +56,8 @@ class Curves:
         """Depth steps with experts, counted from 1; empty: all."""
         self.events: list[Event] = []
         self.step: int | None = None
+        self.newest: Record = {}
+        """The newest record of a step."""
         self._stride = 1
         self._num_skipped = 0
         self._order: list[tuple[float, int]] = []  # time and step, in the order of the file
@@ -73,7 +75,8 @@ class Curves:
                 self._tell(record, "checkpoint")
 
     def _add_train(self, record: Record) -> None:
-        self.step = step = record["step"]
+        self.step, self.newest = record["step"], record
+        step = record["step"]
         loss = record["loss"]
         self.loss[step] = math.nan if loss is None else loss  # no target counted
         self.tokens_per_s[step] = record.get("tokens_per_s", 0.0)

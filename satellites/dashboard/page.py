@@ -1,12 +1,12 @@
 """Lays out the page, a Dash application: run selection, figures and events."""
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import plotly.graph_objects as go
 from dash import Dash, Input, Output, State, dcc, html
 
-from .curves import AXES, Axis, Event, FollowedRun, Runs
+from .curves import AXES, Axis, Event, FollowedRun, Record, Runs
 from .figures import (
     COLOURS,
     imbalance_figure,
@@ -126,7 +126,7 @@ def stand_table(runs: Sequence[FollowedRun]) -> html.Table:
     return html.Table([head, *(_stand_row(number, run) for number, run in enumerate(runs))])
 
 
-_NUMBERS = ("step", "loss", "validation", "tokens/s")
+_NUMBERS = ("step", "loss", "validation", "tokens/s", "left", "passes", "MFU")
 
 
 def _stand_row(number: int, run: FollowedRun) -> html.Tr:
@@ -136,6 +136,7 @@ def _stand_row(number: int, run: FollowedRun) -> html.Tr:
     if newest is not None:
         numbers[:2] = f"{newest:,}", f"{curves.loss[newest]:.4f}"
         numbers[3] = f"{curves.tokens_per_s[newest]:,.0f}"
+        numbers[4:] = _pace(curves.newest, goes_on=run.state == "RUNNING")
     if curves.validation:
         numbers[2] = f"{curves.validation[max(curves.validation)]:.4f}"
     return html.Tr(
@@ -144,6 +145,16 @@ def _stand_row(number: int, run: FollowedRun) -> html.Tr:
             html.Td(run.state or "–"),
             *(html.Td(text, className="number") for text in numbers),
         ]
+    )
+
+
+def _pace(newest: Record, *, goes_on: bool) -> tuple[str, str, str]:
+    """Returns the time left of a run that goes on, its passes over the data, and its MFU."""
+    left_s = newest.get("left_s") if goes_on else None
+    return (
+        "–" if left_s is None else str(timedelta(seconds=round(left_s))),
+        f"{newest['passes']:.2f}" if "passes" in newest else "–",
+        f"{newest['mfu']:.1%}" if "mfu" in newest else "–",
     )
 
 

@@ -51,7 +51,7 @@ def test_status_lists_what_is_below_a_folder(runs, moebius):
     listed = moebius("status")
     assert listed.code == 0
     header, *lines = listed.out.splitlines()
-    columns = "run folder state step loss tokens/s since"
+    columns = "run folder state step loss tokens/s left since"
     assert header.split() == columns.split()
     assert sorted(line.split()[:2] for line in lines) == [["bad", "FAILED"], ["good", "SUCCEEDED"]]
     below = moebius("status", runs.parent, "--json")

@@ -102,8 +102,9 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
         reducer.reduce()
         for parameter, summed in zip((*dense, *experts), [*grads[0], *grads[1]], strict=True):
             assert torch.equal(parameter.grad, summed)
-        norm, sums = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
+        norm, sums, norms = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
         assert sums == ()
+        assert norms == {"other": norm}
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
         return grads, norm, clipped
 
@@ -190,7 +191,13 @@ def poisoned(ep, bad_rank, where, value):
             tensor.grad = torch.full_like(tensor, value)
         GradientReducer(dense, experts, mesh).reduce()
         numbers = (False, process.rank == bad_rank, torch.tensor(0.25 + process.rank))
-        norm, sums = global_grad_norm([*dense, *experts], mesh, numbers=numbers)
+        for part, parameters in (("dense", dense), ("experts", experts)):
+            for parameter in parameters:
+                parameter.part = part
+        norm, sums, norms = global_grad_norm([*dense, *experts], mesh, numbers=numbers)
+        assert [math.isfinite(norms[part]) for part in ("dense", "experts")] == [
+            math.isfinite(norm) or where != part for part in ("dense", "experts")
+        ]
         ranks = range(process.world_size)
         assert sums == (0.0, float(bad_rank in ranks), 0.25 * len(ranks) + sum(ranks))
         return math.isfinite(norm), bool(sums[1])

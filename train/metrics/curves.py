@@ -29,8 +29,11 @@ METRICS: dict[tuple[str, str], Metric] = {
     ("train", "learning_rate"): Metric("learning_rate", ""),
     ("train", "muon_learning_rate"): Metric("muon_learning_rate", ""),
     ("train", "grad_norm"): Metric("gradient/norm", ""),
+    ("train", "grad_norm_PART"): Metric("gradient/norm_PART", ""),
     ("train", "tokens_per_s"): Metric("throughput/tokens_per_s", "tokens/s"),
     ("train", "step_s"): Metric("throughput/step_s", "s"),
+    ("train", "mfu"): Metric("throughput/mfu", ""),
+    ("train", "left_s"): Metric("progress/left_s", "s"),
     ("train", "tokens"): Metric("progress/tokens", "tokens"),
     ("train", "passes"): Metric("progress/passes", "passes"),
     ("train", "skipped"): Metric("progress/skipped_steps", "steps"),
@@ -102,7 +105,8 @@ def points_of(
             continue
         if _is_number(value):
             metric = METRICS.get((record.kind, name))
-            yield metric.name if metric else f"{record.kind}/{name}", float(value)
+            other = f"{record.kind}/{name}".replace("train/grad_norm_", "gradient/norm_")
+            yield metric.name if metric else other, float(value)
         elif record.kind == "train" and isinstance(value, list):
             yield from _by_depth(name, value, depths, by_depth=by_depth)
         elif record.kind == "train" and isinstance(value, dict):

@@ -4,6 +4,7 @@ train/metrics/log.py writes the numbers.
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.dispatch.exchange import Counters, hottest_factor
+from ...distributed.process.process import Process
+from ...model.cost import forward_flops, peak_flops
+from ...model.execution.precision import products_dtype
+from ..config.run_config import Config
+from ..config.train_config import TrainConfig
 from ..loss import MicroBatchLoss
 
 LOAD_KINDS = ("feed_forward", "value", "output", "attention")
@@ -86,13 +92,18 @@ class StepMeter:
 
 
 class StepClock:
-    """Measures the time of steps between log lines, without evaluations.
+    """Measures the time of steps between log lines, without evaluations, and in `pace` since the start.
 
     It includes everything that runs beside a step. `waited_s` is how long the data loader says this
     rank has waited.
     """
 
-    def __init__(self, *, waited_s: float = 0.0) -> None:
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.restart()
+
+    def restart(self, *, waited_s: float = 0.0) -> None:
+        """Begins to measure at this moment."""
         self._started_s = time.perf_counter()
         self._waited_s = waited_s
         self._num_steps = 0
@@ -106,6 +117,61 @@ class StepClock:
         steps = max(self._num_steps, 1)
         elapsed_s = time.perf_counter() - self._started_s
         return elapsed_s / steps, (waited_s - self._waited_s) / steps
+
+
+@dataclass
+class Pace:
+    """Predicts the rest of a run from the steps and evaluations of this process.
+
+    A step's time is the mean since the first one, which compiles and fills caches, with whatever recurs
+    between steps: data, logging, checkpoints. Evaluations are rare and long, so they are measured
+    apart. A process that resumes a run measures anew: no interruption is in it.
+    """
+
+    first_step: int | None = None  # is not measured
+    began_s: float = 0.0  # its end, later by the duration of every evaluation since
+    evaluations: int = 0
+    evaluated_s: float = 0.0
+    peak_tokens_per_s: float | None = None  # at an MFU of 1; None: unknown
+
+    def count_evaluation(self, seconds: float) -> None:
+        """Adds an evaluation, also one before the first step."""
+        self.evaluations += 1
+        self.evaluated_s += seconds
+        self.began_s += seconds
+
+    def facts(
+        self, step: int, tokens_per_s: float, config: Config, process: Process
+    ) -> dict[str, float]:
+        """Returns `left_s`, from a step to the run's end, and `mfu`, as far as they are known."""
+        now, train, found = time.perf_counter(), config.train, dict[str, float]()
+        if self.first_step is None:
+            self.first_step, self.began_s = step, now
+            self.peak_tokens_per_s = peak_tokens_per_s(config, process)
+        else:
+            step_s = (now - self.began_s) / (step - self.first_step)
+            each_s = self.evaluated_s / max(1, self.evaluations)
+            left_s = (train.steps - step) * step_s + evaluations_left(step, train) * each_s
+            found["left_s"] = round(left_s, 1)
+        if self.peak_tokens_per_s is not None:
+            found["mfu"] = round(tokens_per_s / self.peak_tokens_per_s, 4)
+        return found
+
+
+def evaluations_left(step: int, train: TrainConfig) -> int:
+    """Returns how many evaluations come after a step's update, its own and the last one included."""
+    every = train.eval_every
+    return 1 + ((train.steps - 1) // every - (step - 1) // every if every else 0)
+
+
+def peak_tokens_per_s(config: Config, process: Process) -> float | None:
+    """Returns all ranks' tokens/s at an MFU of 1; None if the peak of rank 0's GPU is unknown."""
+    if process.device.type != "cuda":
+        return None
+    dtype = products_dtype(config.train.precision)
+    peak = peak_flops(torch.cuda.get_device_name(process.device), dtype)
+    flops = forward_flops(config.model, config.data.seq_len).training
+    return None if peak is None else process.world_size * peak / flops
 
 
 def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -19,7 +19,9 @@ from moebius_dashboard.serve import guarded
 
 @pytest.fixture
 def runs(tmp_path):
-    write_run(tmp_path / "runs" / "two", train_line(1, loss=3.25))
+    write_run(
+        tmp_path / "runs" / "two", train_line(1, loss=3.25, left_s=3700.0, passes=1.5, mfu=0.4)
+    )
     write_run(tmp_path / "runs" / "one", *(with_loads(step, [0.5, 0.5]) for step in range(1, 9)))
     return tmp_path / "runs"
 
@@ -80,7 +82,8 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
     assert answer.status_code == 200
     drawn = answer.json["response"]
     assert drawn["loss"]["figure"]["data"][0]["y"] == [3.25]
-    assert "3.2500" in str(drawn["stand"])
+    for told in ("3.2500", "1:01:40", "1.50", "40.0%"):
+        assert told in str(drawn["stand"])
     assert "RUNNING: first step" in str(drawn["events"])
 
 

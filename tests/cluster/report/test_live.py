@@ -184,11 +184,12 @@ def test_a_view_before_the_first_step_and_of_a_loss_that_is_not_a_number(tmp_pat
     view.refresh()
     assert "SUBMITTED" in printed(render(view))
     (tmp_path / "config.json").write_text('{"train": {"steps": 9}}')
+    pace = {"left_s": 187.4, "passes": 2.5, "mfu": 0.4125}
     for step, loss, shown in ((1, "nan", "nan"), (3, None, "–")):  # None: no target counted
         with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(train_line(step, loss=loss) | {"passes": 2.5}) + "\n")
+            file.write(json.dumps(train_line(step, loss=loss) | pace) + "\n")
         view.refresh()
-        left = f"{(9 - step) // 2} s left, 2.50 passes over the data"
+        left = "3 min 07 s left, 2.50 passes over the data, MFU 41.2%"
         assert f"step {step}/9, loss {shown}, {left}" in printed(render(view))
     assert read_status(tmp_path).loss is None
     assert list(view.history.loss) == [1, 3]

@@ -86,6 +86,12 @@ def test_runs_that_go_on_have_failed_or_are_lost(tmp_path):
     assert read_report(going).story() == (
         "RUNNING before the first step for 1 min 05 s; no recoveries; no checkpoint"
     )
+    line = {"kind": "train", "step": 40, "loss": 2.5, "left_s": 3700.0, "passes": 1.5, "mfu": 0.4}
+    write_lines(going / "metrics.jsonl", [line])
+    pace = "1 h 01 min left, 1.50 passes over the data, MFU 40.0%"
+    assert f"RUNNING at step 40 for 1 min 05 s; {pace}; no rec" in read_report(going).story()
+    told = read_report(going).record()
+    assert [told[key] for key in ("left_s", "passes", "mfu")] == [3700.0, 1.5, 0.4]
     failed = tmp_path / "failed"
     details = {"root_cause": as_details(RootCause("rank 1: [x]", 1, 0, error="ValueError: [x]"))}
     entries = [(0.0, State.SUBMITTED, 0, "", {}), (9.0, State.FAILED, 1, "rank 1: [x]", details)]

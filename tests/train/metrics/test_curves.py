@@ -13,6 +13,8 @@ LINE = Record(
     {
         "loss": 2.5,
         "learning_rate": 1e-3,
+        "grad_norm_attention": 0.5,
+        "left_s": 60.0,
         "digest": 12345,
         "tokens_per_s": 10,
         "auxiliary_losses": {"balance": 0.5},
@@ -33,6 +35,8 @@ def test_a_line_about_a_step_has_the_names_that_people_look_for() -> None:
     assert paths(LINE, by_depth=False) == {
         "loss/train": 2.5,
         "learning_rate": 1e-3,
+        "gradient/norm_attention": 0.5,
+        "progress/left_s": 60.0,
         "throughput/tokens_per_s": 10.0,
         "loss/auxiliary/balance": 0.5,
         "experts/max_violation/feed_forward": 1.0,
