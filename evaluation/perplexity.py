@@ -15,6 +15,7 @@ import numpy as np
 
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.read.rows import SplitReader
+from ..distributed.checkpoint.loading import Weights
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
 from ..train.evaluate import Evaluation, evaluate
@@ -32,6 +33,7 @@ class Measurement:
     step: int
     split: str
     result: Evaluation
+    weights: Weights = "trained"
 
     def __str__(self) -> str:
         loops = self.result.loops
@@ -39,6 +41,7 @@ class Measurement:
             f"step {self.step}, {self.split}: loss {self.result.loss:.4f} nats per token, "
             f"perplexity {self.result.perplexity:.2f}, over {self.result.tokens:,} tokens"
             f"{'' if loops is None else f', with {loops:.2f} loops on average'}"
+            f"{', averaged weights' if self.weights == 'average' else ''}"
         )
 
 
@@ -50,6 +53,7 @@ def measure(
     max_rows: int = 0,
     loops: int | None = None,
     exit_rule: ExitRule | None = None,
+    weights: Weights = "trained",
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
@@ -60,20 +64,21 @@ def measure(
         max_rows: upper limit of rows; 0: all.
         loops: repeats of the core; None: as trained.
         exit_rule: when a sequence leaves before; None: never.
+        weights: those of the step, or their average.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot follow
             the exit rule.
     """
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step, loops=loops)
+        restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
         require_data(run_dir, restored)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
         train = restored.config.train.model_copy(update={"eval_rows": max_rows})
         config = restored.config.model_copy(update={"train": train})
         result = evaluate(restored.model, config, process, split=split, exit_rule=exit_rule)
-    return Measurement(restored.step, split, result)
+    return Measurement(restored.step, split, result, weights)
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ def measure_sliding(
     split: str = "validation",
     max_rows: int = 0,
     advance: Callable[[int, int], None] | None = None,
+    weights: Weights = "trained",
 ) -> SlidingMeasurement:
     """Returns the loss of a checkpoint over a split, with overlapping windows; one process.
 
@@ -128,6 +134,7 @@ def measure_sliding(
         split: train or validation.
         max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
         advance: called with the number of finished tokens and their total.
+        weights: those of the step, or their average.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
@@ -136,7 +143,7 @@ def measure_sliding(
     with start_process("auto") as process:
         if process.world_size > 1:
             raise ValueError("--stride measures in one process: start it without torchrun")
-        restored = restore(run_dir, process, step=step)
+        restored = restore(run_dir, process, step=step, weights=weights)
         refuse_pairs(restored)
         require_data(run_dir, restored)
         data = restored.config.data

@@ -84,6 +84,22 @@ class Flops:
         )
 
 
+@dataclass(frozen=True)
+class Size:
+    """Counts the parameters, FLOPs and tokens of a run, without allocating its model."""
+
+    parameters: Parameters
+    flops: Flops
+    """FLOPs of one token: `.forward`, and `.training` with the backward pass."""
+    tokens: int
+    """Tokens of the whole run."""
+
+    @property
+    def training_flops(self) -> float:
+        """Returns the FLOPs of the whole run, forward and backward."""
+        return self.flops.training * self.tokens
+
+
 def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
     """Counts the model's parameters; Soft MoE's active ones depend on the sequence length."""
     with torch.device("meta"):
