@@ -1,7 +1,6 @@
 """The parts of one run on one rank: built, and restored from a checkpoint."""
 
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,13 @@ from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
-from .record.run_folder import check_branch, check_same_run, end_is_asked, settings_of
+from .record.run_folder import (
+    check_branch,
+    check_generation,
+    check_same_run,
+    end_is_asked,
+    settings_of,
+)
 from .state import TrainingProgress, allocate_moments, model_tensors, restore_numbers, state_tensors
 
 logger = logging.getLogger(__name__)
@@ -230,21 +235,6 @@ def choose_kernels(config: Config, process: Process) -> str:
     return backend
 
 
-def check_generation(run_dir: Path) -> int:
-    """Returns this process's generation; 0 without a supervisor.
-
-    Raises:
-        ConfigError: a supervisor owns this folder but did not start this process.
-    """
-    mine = os.environ.get("MOEBIUS_GENERATION")
-    if mine is None and (run_dir / "generation").exists():
-        raise ConfigError(
-            f"{run_dir}: belongs to a job, and only its supervisor starts ranks; continue it with "
-            "`moebius train` or `moebius submit` and --run-dir, or use another folder"
-        )
-    return int(mine or 0)
-
-
 def resume(run: Run) -> Resumed | None:
     """Restores the newest whole checkpoint of the run folder, or loads what the run starts from.
 
@@ -284,8 +274,7 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])
     if run.average.adopt(average) and updates and run.process.rank == 0:
-        words = "the checkpoint has no average of this kind, which begins with the next update"
-        logger.warning("train.average=%s: %s", run.config.train.average, words)
+        logger.warning("step %d has no average of this kind: one begins here", run.progress.step)
     run.judge.restore(meta.get("spikes", {}))
     return meta
 

@@ -161,8 +161,8 @@ class TrainConfig(BaseModel):
             updates /= tokens_per_step
         if not fewest <= updates < math.inf or (given is not None and match is None):
             raise ValueError(
-                f'train.average_decay={given!r} with train.average="{kind}": give {wanted}, at least '
-                f'{fewest} of the steps of {tokens_per_step:,} tokens, as "500 steps" or "1e8 tokens"'
+                f'train.average_decay={given!r} with train.average="{kind}": give {wanted}, as "500 steps" '
+                f'or "1e8 tokens", and at least {fewest} × {tokens_per_step:,} tokens'
             )
         return 0.5 ** (1 / updates) if kind == "ema" else updates // 1
 
