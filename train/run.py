@@ -47,7 +47,6 @@ from .record.run_folder import (
 from .state import TrainingProgress, allocate_moments, model_tensors, restore_numbers, state_tensors
 
 logger = logging.getLogger(__name__)
-
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
 
@@ -267,8 +266,9 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
         allocate_moments(run.model, run.optimizer, updates)
     average = found.meta.meta.get("average", {})
     run.average.allocate(average.get("kind"))
-    exact = {"check_bytes": False, "allow_unexpected": not updates}  # old imports have zero moments
-    meta = load(found.path, *state_tensors(run.model, run.optimizer), mesh=run.mesh, **exact)
+    state = state_tensors(run.model, run.optimizer)
+    imported = not updates  # old imports have zero moments
+    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=imported)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:

@@ -81,7 +81,7 @@ def last_of(weights: Sequence[Step]) -> Step:
     """Returns the mean of the last h + 1 to 2 h, of which the first half begins every h updates."""
     half = WINDOW // 2
     within = weights[max(0, (len(weights) - 1) // half - 1) * half :]
-    return {name: sum(each[name] for each in within) / len(within) for name in within[0]}
+    return {name: torch.stack([each[name] for each in within]).mean(0) for name in within[0]}
 
 
 REFERENCE: dict[str, Callable[[Sequence[Step]], Step]] = {"ema": ema_of, "last": last_of}
@@ -226,7 +226,7 @@ def test_everything_that_opens_a_model_reads_it(
     trained, mean = (api.evaluate(averaged, max_rows=8, weights=each) for each in CHOICES)
     assert (trained.result.loss, mean.result.loss) == (line["loss"], line["average_loss"])
     assert abs(line["loss"] - line["average_loss"]) > 1e-3
-    weights = dict(api.load(averaged, weights="average").model.named_parameters())
+    weights = api.load(averaged, weights="average").model.state_dict()
     state = newest_state(averaged)
     assert different(weights, {name: state[f"optimizer.average.{name}"] for name in weights}) == []
     for words in (
@@ -291,7 +291,7 @@ def test_the_mean_of_checkpoints_is_a_run(
     found = newest_state(tmp_path / "mean")
     assert found.keys() == {f"model.{name}" for name in weights[8]}
     for name in weights[8]:
-        expected = sum(weights[step][name] for step in (3, 6, 8)) / 3
+        expected = (weights[3][name] + weights[6][name] + weights[8][name]) / 3
         assert torch.equal(found[f"model.{name}"], expected.float()), name
     source = read_source(tmp_path / "mean")
     assert source is not None

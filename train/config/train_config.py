@@ -152,8 +152,10 @@ class TrainConfig(BaseModel):
                 f"train.average_decay={given!r} without train.average, which alone reads it: set "
                 "train.average=ema or last, or leave train.average_decay out"
             )
-        if kind is None or (kind == "ema" and isinstance(given, float) and 0 < given < 1):
-            return given or 0.0
+        if kind is None:
+            return 0.0
+        if kind == "ema" and isinstance(given, float) and 0 < given < 1:
+            return given
         share, fewest, wanted = _SPANS[kind]
         match = _SPAN.fullmatch(str(given).strip().lower())
         updates = float(match[1]) if match else max(fewest, share * self.steps)
