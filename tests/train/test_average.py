@@ -1,5 +1,6 @@
 """The average of the weights is that of the weights after every update, and changes nothing else."""
 
+import io
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from family import tiny_config
 from pairwise import slow_but
 from parts import make_config
+from rich.console import Console
 from safetensors import safe_open
 from small_model import MODEL
 from torch import Tensor
@@ -17,6 +19,9 @@ from trained import assembled, by_step, different, newest_state, run_training
 from world import run_ranks
 
 from moebius import api
+from moebius.cluster.job import JobStatus, State
+from moebius.cluster.report.history import read_history
+from moebius.cluster.report.summary import closing_words, draw_summary
 from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, open_checkpoint
 from moebius.distributed.checkpoint.loading import Weights, read_tensor
 from moebius.distributed.checkpoint.source import read_source
@@ -226,6 +231,11 @@ def test_everything_that_opens_a_model_reads_it(
     trained, mean = (api.evaluate(averaged, max_rows=8, weights=each) for each in CHOICES)
     assert (trained.result.loss, mean.result.loss) == (line["loss"], line["average_loss"])
     assert abs(line["loss"] - line["average_loss"]) > 1e-3
+    assert read_history(averaged).average[STEPS] == line["average_loss"]
+    assert draw_summary(averaged).stat().st_size > 0
+    printed = io.StringIO()
+    Console(file=printed, width=100).print(closing_words(JobStatus(averaged, State.SUCCEEDED)))
+    assert f"averaged weights  {line['average_loss']:.4f}" in printed.getvalue()
     weights = api.load(averaged, weights="average").model.state_dict()
     state = newest_state(averaged)
     assert different(weights, {name: state[f"optimizer.average.{name}"] for name in weights}) == []
