@@ -36,6 +36,7 @@ from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.read.given import giving
 from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import find_checkpoint
+from .distributed.checkpoint.loading import Weights
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text
@@ -297,7 +298,11 @@ def prepare(config: Given, folder: str | PathLike[str] = "runs") -> Config:
 
 @checked
 def load(
-    path: str | PathLike[str], *, step: int | None = None, depth_steps: int | None = None
+    path: str | PathLike[str],
+    *,
+    step: int | None = None,
+    depth_steps: int | None = None,
+    weights: Weights = "trained",
 ) -> LoadedModel:
     """Returns a trained model with all experts in this process, on a GPU if there is one.
 
@@ -306,13 +311,14 @@ def load(
         step: the same as RUN@STEP.
         depth_steps: total number of applied layers, for a model that shares them; default: as in
             training.
+        weights: those of the step, or their "average" of a run with train.average.
 
     Raises:
-        ValueError: the run or checkpoint does not exist, or the model cannot have so many depth
-            steps.
+        ValueError: the run or checkpoint does not exist or has no average, or the model cannot have
+            so many depth steps.
     """
     with start_process("auto") as process:
-        restored = restore(Path(path), process, step=step, depth_steps=depth_steps)
+        restored = restore(Path(path), process, step=step, depth_steps=depth_steps, weights=weights)
     tokenizer = TextTokenizer(partial(tokenizer_of_run, restored), process.device)
     return LoadedModel(
         restored.model, tokenizer, restored.config, restored.step, restored.checkpoint
@@ -326,6 +332,7 @@ def evaluate(
     step: int | None = None,
     split: str = "validation",
     max_rows: int = 0,
+    weights: Weights = "trained",
 ) -> Measurement:
     """Returns a checkpoint's loss over a split of its data: `.result.loss`, nats per token.
 
@@ -334,6 +341,7 @@ def evaluate(
         step: the same as RUN@STEP.
         split: train or validation.
         max_rows: maximum number of rows, evenly spaced over the split; 0: all.
+        weights: as for `load`.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
@@ -341,7 +349,7 @@ def evaluate(
     if isinstance(path, LoadedModel) and step is None:
         here = path.checkpoint
         return measure(here, split=split, max_rows=max_rows, restored=path._restored)
-    return measure(Path(path), step=step, split=split, max_rows=max_rows)
+    return measure(Path(path), step=step, split=split, max_rows=max_rows, weights=weights)
 
 
 @checked
@@ -375,6 +383,7 @@ def score_tasks(
     *,
     step: int | None = None,
     limit: int | None = None,
+    weights: Weights = "trained",
 ) -> ZeroShotReport:
     """Returns a checkpoint's zero-shot scores on tasks, like `moebius eval --tasks`.
 
@@ -384,6 +393,7 @@ def score_tasks(
         data: the folder of their files, or "hub".
         step: the same as RUN@STEP.
         limit: maximum number of items per task; default: all.
+        weights: as for `load`.
 
     Raises:
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
@@ -394,6 +404,7 @@ def score_tasks(
         "hub" if data == "hub" else Path(data),
         step=step,
         limit=limit,
+        weights=weights,
     )
     assert report is not None, "one process"
     return report
@@ -527,6 +538,7 @@ def export(
     layout: Literal["hf", "safetensors"] = "hf",
     dtype: Literal["fp32", "bf16"] | None = None,
     with_tokenizer: bool = True,
+    weights: Weights = "trained",
 ) -> str:
     """Writes a checkpoint's weights for other programs, like `moebius ckpt export`.
 
@@ -538,6 +550,7 @@ def export(
         dtype: of weights that enter matrix products; None: that of the published folder that the
             run began with, else fp32.
         with_tokenizer: False omits the tokenizer from "hf".
+        weights: as for `load`.
 
     Returns:
         What was written, in words.
@@ -549,7 +562,8 @@ def export(
     from .export.hf.model_folder import export as write
 
     checkpoint, out = find_checkpoint(Path(path), step), Path(folder)
-    return str(write(checkpoint, out, layout=layout, dtype=dtype, with_tokenizer=with_tokenizer))
+    given = {"layout": layout, "dtype": dtype, "with_tokenizer": with_tokenizer}
+    return str(write(checkpoint, out, **given, weights=weights))
 
 
 @checked

@@ -119,6 +119,16 @@ def add_checkpoint_argument(
         parser.add_argument("--step", type=int, metavar="N", help="the same as RUN@N")
 
 
+def add_weights_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares which weights of a checkpoint are read."""
+    parser.add_argument(
+        "--weights",
+        choices=["trained", "average"],
+        default="trained",
+        help="the weights of the step (default), or their average, if the run has train.average",
+    )
+
+
 def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
     """Declares the option that allows a cluster without a token."""
     parser.add_argument(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import find_checkpoint
+from ..distributed.checkpoint.loading import Weights
 from ..model.cost import forward_flops
 from ..train.record.run_folder import config_of
 from .perplexity import measure
@@ -37,6 +38,7 @@ def measure_over_loops(
     *,
     step: int | None = None,
     scores: Callable[[int], ZeroShotReport | None] | None = None,
+    weights: Weights = "trained",
 ) -> OverLoops:
     """Measures the validation loss, or zero-shot tasks, with each number of loops.
 
@@ -45,6 +47,7 @@ def measure_over_loops(
         loops: repeats of the core.
         step: of the checkpoint; None: the newest.
         scores: scores tasks with a number of loops (`measure_tasks`); None: the loss is measured.
+        weights: whose loss: those of the step, or their average.
 
     Raises:
         ValueError: the run cannot be read, its model shares no layers, or several ranks measure.
@@ -53,7 +56,7 @@ def measure_over_loops(
     measured_step = 0
     for number in loops:
         if scores is None:
-            measured = measure(run_dir, step=step, loops=number)
+            measured = measure(run_dir, step=step, loops=number, weights=weights)
             measured_step = measured.step
             found.setdefault("loss", []).append(measured.result.loss)
             continue

@@ -25,6 +25,7 @@ from ..data_pipeline.read.rows import SplitReader
 from ..data_pipeline.sources.documents import InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
 from ..data_pipeline.words import some_of
+from ..distributed.checkpoint.loading import Weights
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
 from ..train.config.resolve import resolve_prepare
@@ -48,6 +49,7 @@ class Measurement:
     step: int
     split: str
     result: Evaluation
+    weights: Weights = "trained"
 
     def __str__(self) -> str:
         loops = self.result.loops
@@ -55,6 +57,7 @@ class Measurement:
             f"step {self.step}, {self.split}: loss {self.result.loss:.4f} nats per token, "
             f"perplexity {self.result.perplexity:.2f}, over {self.result.tokens:,} tokens"
             f"{'' if loops is None else f', with {loops:.2f} loops on average'}"
+            f"{', averaged weights' if self.weights == 'average' else ''}"
         )
 
 
@@ -67,6 +70,7 @@ def measure(
     loops: int | None = None,
     exit_rule: ExitRule | None = None,
     restored: Restored | None = None,
+    weights: Weights = "trained",
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
@@ -78,13 +82,14 @@ def measure(
         loops: repeats of the core; None: as trained.
         exit_rule: when a sequence leaves before; None: never.
         restored: the model, instead of the checkpoint's.
+        weights: those of the step, or their average.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot follow
             the exit rule.
     """
     with start_process("auto") as process:
-        restored = restored or restore(run_dir, process, step=step, loops=loops)
+        restored = restored or restore(run_dir, process, step=step, loops=loops, weights=weights)
         require_data(run_dir, restored)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
@@ -92,7 +97,7 @@ def measure(
         config = restored.config.model_copy(update={"train": train})
         result = evaluate(restored.model, config, process, split=split, exit_rule=exit_rule)
         restored.model.eval()
-    return Measurement(restored.step, split, result)
+    return Measurement(restored.step, split, result, weights)
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ def measure_sliding(
     split: str = "validation",
     max_rows: int = 0,
     advance: Callable[[int, int], None] | None = None,
+    weights: Weights = "trained",
 ) -> SlidingMeasurement:
     """Returns the loss of a checkpoint over a split, with overlapping windows; one process.
 
@@ -153,6 +159,7 @@ def measure_sliding(
         split: train or validation.
         max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
         advance: called with the number of finished tokens and their total.
+        weights: those of the step, or their average.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
@@ -161,7 +168,7 @@ def measure_sliding(
     with start_process("auto") as process:
         if process.world_size > 1:
             raise ValueError("--stride measures in one process: start it without torchrun")
-        restored = restore(run_dir, process, step=step)
+        restored = restore(run_dir, process, step=step, weights=weights)
         refuse_pairs(restored)
         require_data(run_dir, restored)
         data = restored.config.data

@@ -13,7 +13,7 @@ from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import find_checkpoint
-from ..distributed.checkpoint.loading import load
+from ..distributed.checkpoint.loading import Weights, load
 from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
@@ -43,6 +43,7 @@ def restore(
     step: int | None = None,
     depth_steps: int | None = None,
     loops: int | None = None,
+    weights: Weights = "trained",
 ) -> Restored:
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
@@ -53,9 +54,10 @@ def restore(
         depth_steps: total number of layer applications, for a model that shares layers; None: as
             trained. The returned configuration has the same number.
         loops: the same as a number of repeats; None: as trained.
+        weights: those of the step, or their average.
 
     Raises:
-        ValueError: the run or the checkpoint does not exist, its data's folder was prepared with
+        ValueError: the run or the checkpoint does not exist or has no average, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
     checkpoint = find_checkpoint(run_dir, step)
@@ -74,7 +76,14 @@ def restore(
         device=process.device,
         stored=stored_dtype(config.train.precision),
     )
-    meta = load(checkpoint, *model_tensors(model), mesh=mesh, allow_unexpected=True)
+    meta = load(
+        checkpoint,
+        *model_tensors(model),
+        mesh=mesh,
+        allow_unexpected=True,
+        converts=weights == "average",  # which is float32
+        weights=weights,
+    )
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..data_pipeline.sources.columns import write_rows
+from ..distributed.checkpoint.loading import Weights
 from ..distributed.process.process import start_process
 from ..plugins import Registry
 from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
@@ -73,6 +74,7 @@ class ZeroShotReport:
     ranks: int
     seconds: float
     tasks: tuple[TaskResult, ...]
+    weights: Weights = "trained"
 
     @property
     def paper_mean(self) -> Estimate | None:
@@ -104,6 +106,7 @@ def measure_tasks(
     per_item: Path | None = None,
     loops: int | None = None,
     on_task: StartTask | None = None,
+    weights: Weights = "trained",
 ) -> ZeroShotReport | None:
     """Scores a checkpoint on tasks.
 
@@ -122,6 +125,7 @@ def measure_tasks(
         per_item: Parquet file for each item's scores (`item_rows`); None: none is written.
         loops: repeats of the core; None: as trained.
         on_task: called when a task begins.
+        weights: those of the step, or their average.
 
     Returns:
         The report on the first rank, None on others.
@@ -137,7 +141,7 @@ def measure_tasks(
         raise TaskError(f"--per-item {per_item}: the folder {per_item.parent} does not exist")
     chosen = chosen_tasks(names, data)
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step, loops=loops)
+        restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
         refuse_pairs(restored)
         encoder = _encoder(restored, context)
         scorer = open_scorer(restored, process, seed=seed)
@@ -166,6 +170,7 @@ def measure_tasks(
             ranks=process.world_size,
             seconds=time.monotonic() - started,
             tasks=results,
+            weights=weights,
         )
 
 

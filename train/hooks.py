@@ -133,6 +133,7 @@ def evaluate_run(run: OpenRun) -> None:
     with run.heartbeat.during(Phase.EVAL):
         try:
             result = evaluate(run.model, run.config, run.process)
+            average = evaluate_average(run)
         except NothingToReadError as error:  # on all ranks
             if run.process.rank == 0:
                 logger.warning("step %d has no validation loss: %s", run.progress.step, error)
@@ -143,10 +144,20 @@ def evaluate_run(run: OpenRun) -> None:
         run.progress.step,
         loss=result.loss,
         perplexity=result.perplexity,
+        **average,
         tokens=result.tokens,
         seconds=round(time.monotonic() - began_s, 3),
     )
     run.state.clock.pace.count_evaluation(time.monotonic() - began_s)
+
+
+def evaluate_average(run: OpenRun) -> dict[str, float]:
+    """Returns the validation loss of the averaged weights by its name in the log; {} without them."""
+    if not run.average.updates:
+        return {}
+    with run.average.in_use():
+        run.model.before_step(run.progress.step)  # some routers bring their weights to a norm
+        return {"average_loss": evaluate(run.model, run.config, run.process).loss}
 
 
 def finish(run: OpenRun, state: str) -> None:

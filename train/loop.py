@@ -192,6 +192,7 @@ def update_weights(
         run.optimizer.step()
         if not run.progress.updates:  # the optimizer has its state only now
             check_state(run.model, run.optimizer)
+        run.average.update()
         run.model.after_step(run.progress.step, carried)
     run.state.progress = run.progress.after_step(
         samples=batch.first_sample + config.train.global_batch,

@@ -1,7 +1,7 @@
 """The parts of one run on one rank: built, and restored from a checkpoint."""
 
+import logging
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..data_pipeline.read.loader import Batch, Loader
+from ..distributed.average import WeightAverage
 from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
 from ..distributed.checkpoint.loading import load
@@ -37,9 +38,16 @@ from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
 from .record.heartbeat import Heartbeat, Phase
-from .record.run_folder import check_branch, check_same_run, end_is_asked, settings_of
+from .record.run_folder import (
+    check_branch,
+    check_generation,
+    check_same_run,
+    end_is_asked,
+    settings_of,
+)
 from .state import TrainingProgress, allocate_moments, model_tensors, restore_numbers, state_tensors
 
+logger = logging.getLogger(__name__)
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
 
@@ -91,6 +99,7 @@ class Run:
     judge: SkipPolicy
     traces: StepTraces
     depth_losses: tuple[WeightedLoss, ...]  # a user's own
+    average: WeightAverage
     heartbeat: Heartbeat
     passes: Passes
     state: RunState = field(default_factory=RunState)
@@ -162,7 +171,8 @@ def assemble(
     if config.train.compile:
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model) | depth_facts(config))
-    optimizer = optimizer_of(config.optim, model, mesh)
+    optimizer, parameters = optimizer_of(config.optim, model, mesh), list(model.parameters())
+    span = config.train.average_span(config.train.global_batch * config.data.seq_len)
     copy_to = config.checkpoint.copy_to
     checkpoints = Checkpointer(
         run_dir / "checkpoints",
@@ -179,7 +189,7 @@ def assemble(
         process=process,
         mesh=mesh,
         model=model,
-        parameters=list(model.parameters()),
+        parameters=parameters,
         optimizer=optimizer,
         expert_placement=ExpertPlacement(config.mesh, model, optimizer, mesh),
         checkpoints=checkpoints,
@@ -188,6 +198,7 @@ def assemble(
         judge=SkipPolicy(config.train.skip_spikes),
         traces=StepTraces(config.train.profile, run_dir / TRACES, process.rank),
         depth_losses=weighted_losses(config.train.losses),
+        average=WeightAverage(optimizer, parameters, config.train.average, span),
         heartbeat=heartbeat or Heartbeat(),
         passes=passes_of(config, model, layout, backend=backend, device=process.device),
     )
@@ -226,21 +237,6 @@ def choose_kernels(config: Config, process: Process) -> str:
     return backend
 
 
-def check_generation(run_dir: Path) -> int:
-    """Returns this process's generation; 0 without a supervisor.
-
-    Raises:
-        ConfigError: a supervisor owns this folder but did not start this process.
-    """
-    mine = os.environ.get("MOEBIUS_GENERATION")
-    if mine is None and (run_dir / "generation").exists():
-        raise ConfigError(
-            f"{run_dir}: belongs to a job, and only its supervisor starts ranks; continue it with "
-            "`moebius train` or `moebius submit` and --run-dir, or use another folder"
-        )
-    return int(mine or 0)
-
-
 def resume(run: Run) -> Resumed | None:
     """Restores the newest whole checkpoint of the run folder, or loads what the run starts from.
 
@@ -271,12 +267,17 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     if updates := found.meta.meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
-    exact = {"check_bytes": False, "allow_unexpected": not updates}  # old imports have zero moments
-    meta = load(found.path, *state_tensors(run.model, run.optimizer), mesh=run.mesh, **exact)
+    average = found.meta.meta.get("average", {})
+    run.average.allocate(average.get("kind"))
+    state = state_tensors(run.model, run.optimizer)
+    imported = not updates  # old imports have zero moments
+    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=imported)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])
+    if run.average.adopt(average) and updates and run.process.rank == 0:
+        logger.warning("step %d has no average of this kind: one begins here", run.progress.step)
     run.judge.restore(meta.get("spikes", {}))
     return meta
 
@@ -292,6 +293,8 @@ def save(run: OpenRun) -> None:
     }
     if run.judge.deviations is not None:
         meta["spikes"] = run.judge.as_dict()
+    if counts := run.average.as_dict():
+        meta["average"] = counts
     if any(numbers := changed_numbers(run.optimizer)):
         run.process.agree("optimizer", {"numbers in its groups": repr(numbers)})
         meta["groups"] = numbers

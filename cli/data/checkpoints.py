@@ -1,4 +1,4 @@
-"""`moebius ckpt`: lists, verifies, exports and imports checkpoints."""
+"""`moebius ckpt`: lists, verifies, exports, imports and averages checkpoints."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,7 @@ from ..arguments import (
     add_checkpoint_argument,
     add_command,
     add_overrides,
+    add_weights_argument,
     resolve_config,
 )
 from ..console import console, print_plain
@@ -19,7 +20,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "ckpt",
         _ls,
-        "list, verify, export and import checkpoints",
+        "list, verify, export, import and average checkpoints",
         examples=["ckpt ls runs/mine", "ckpt verify runs/mine"],
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -27,6 +28,7 @@ def add_commands(commands: Commands) -> None:
     _add_verify(actions)
     _add_export(actions)
     _add_import(actions)
+    _add_average(actions)
 
 
 def _add_ls(actions: Commands) -> None:
@@ -80,6 +82,19 @@ def _add_out_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_new_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares the run folder that is written."""
+    parser.add_argument(
+        "--run-dir",
+        "--out",
+        dest="out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the run folder, which does not exist yet",
+    )
+
+
 def _add_export(actions: Commands) -> None:
     parser = add_command(
         actions,
@@ -92,6 +107,7 @@ def _add_export(actions: Commands) -> None:
         ],
     )
     add_checkpoint_argument(parser)
+    add_weights_argument(parser)
     _add_out_argument(parser)
     parser.add_argument(
         "--dtype",
@@ -126,6 +142,7 @@ def _export(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             with_tokenizer=not options.no_tokenizer,
             start_progress=start_progress,
+            weights=options.weights,
         )
     print_plain(f"{options.out}: {exported}")
     return 0
@@ -157,15 +174,7 @@ def _add_import(actions: Commands) -> None:
         help="of a file: the model's recipe; of a folder: the recipe of everything else",
     )
     add_overrides(parser)
-    parser.add_argument(
-        "--run-dir",
-        "--out",
-        dest="out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the run folder, which does not exist yet",
-    )
+    _add_new_run_argument(parser)
     parser.add_argument("--family", metavar="MODULE:NAME", help="of a folder: a family of your own")
     parser.add_argument(
         "--ignore",
@@ -195,4 +204,32 @@ def _import(options: argparse.Namespace) -> int:
         )
     config = resolve_config(name, overrides)
     print_plain(import_published(options.file, options.out, config, ignore=options.ignore))
+    return 0
+
+
+def _add_average(actions: Commands) -> None:
+    parser = add_command(
+        actions,
+        "average",
+        _average,
+        "write the mean of checkpoints' weights as a new run to evaluate, export or start from",
+        examples=["ckpt average runs/mine@1000 runs/mine@1200 --run-dir runs/mean"],
+    )
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="RUN[@STEP]|CHECKPOINT",
+        help="two or more checkpoints of one model, also of several runs",
+    )
+    _add_new_run_argument(parser)
+
+
+def _average(options: argparse.Namespace) -> int:
+    from ...train.families.import_run import average_checkpoints
+    from ..console import progress_bars
+
+    with progress_bars() as start_progress:
+        found = average_checkpoints(options.paths, options.out, start_progress=start_progress)
+    print_plain(found)
     return 0

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import Commands, add_checkpoint_argument, add_command
+from ..arguments import Commands, add_checkpoint_argument, add_command, add_weights_argument
 from ..console import console, print_message, print_plain
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _add_eval(commands: Commands) -> None:
         ],
     )
     add_checkpoint_argument(parser)
+    add_weights_argument(parser)
     parser.add_argument(
         "--stride",
         type=int,
@@ -250,7 +251,9 @@ def _over_loops(options: argparse.Namespace) -> int:
                 f"{option} takes one number of --loops: {options.loops[0]}, for example"
             )
     scores = None if options.tasks is None else partial(_scores, options)
-    found = measure_over_loops(options.path, options.loops, step=options.step, scores=scores)
+    found = measure_over_loops(
+        options.path, options.loops, step=options.step, scores=scores, weights=options.weights
+    )
     screen = console()
     screen.print(table_of(found))
     screen.print(f"picture: {draw(found, options.path)}", soft_wrap=True, highlight=False)
@@ -293,6 +296,7 @@ def _scores(options: argparse.Namespace, loops: int | None) -> "ZeroShotReport |
             per_item=options.per_item,
             loops=loops,
             on_task=on_task,
+            weights=options.weights,
         )
 
 
@@ -301,7 +305,8 @@ def _measure(options: argparse.Namespace) -> None:
     from ...model.loops.exits import ExitRule
 
     rule = None if options.exit is None else ExitRule.parse(options.exit)
-    print(measure(options.path, step=options.step, loops=_loops(options), exit_rule=rule))
+    loops, weights = _loops(options), options.weights
+    print(measure(options.path, step=options.step, loops=loops, exit_rule=rule, weights=weights))
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
@@ -317,6 +322,7 @@ def _measure_sliding(options: argparse.Namespace) -> None:
             stride=options.stride,
             step=options.step,
             advance=lambda done, total: progress.update(bar, completed=done, total=total),
+            weights=options.weights,
         )
     print(found)
 
@@ -429,7 +435,13 @@ def _restored(options: argparse.Namespace) -> "Restored":
     from ...evaluation.restore import restore
 
     with start_process("auto") as process:
-        return restore(options.path, process, step=options.step, loops=_loops(options))
+        return restore(
+            options.path,
+            process,
+            step=options.step,
+            loops=_loops(options),
+            weights=options.weights,
+        )
 
 
 def _loops(options: argparse.Namespace) -> int | None:

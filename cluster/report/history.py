@@ -48,6 +48,7 @@ class History:
 
     loss: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    average: dict[int, float] = field(default_factory=dict)  # validation loss of averaged weights
     tokens_per_s: dict[int, float] = field(default_factory=dict)
     learning_rate: dict[int, float] = field(default_factory=dict)
     hottest: dict[int, float] = field(default_factory=dict)  # the most loaded expert ÷ mean
@@ -103,6 +104,8 @@ class History:
 
     def _add_eval(self, line: Mapping[str, Any]) -> None:
         self.validation[line["step"]] = float(line["loss"])
+        if "average_loss" in line:
+            self.average[line["step"]] = float(line["average_loss"])
 
 
 def read_history(run_dir: Path) -> History:

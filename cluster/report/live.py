@@ -115,6 +115,8 @@ class View:
                 return Event(at, words, "blue")
             case "eval":
                 words = f"validation loss {spell_number(line['loss'])} at step {line['step']}"
+                if "average_loss" in line:
+                    words += f", {spell_number(line['average_loss'])} with averaged weights"
                 return Event(at, words, "cyan")
             case "data_wait":
                 reason = line.get("reason") or "a slow rank"

@@ -75,6 +75,9 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         since = f" (step {begin:,})" if begin else ""
         words = f"{first:.4f}{since} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"
         rows.append(("validation loss", words))
+    if history.average:
+        loss = history.average[max(history.average)]
+        rows.append(("averaged weights", f"{loss:.4f}   (perplexity {_exp(loss)})"))
     if history.step is not None:
         rows.append(("training", _training(status, history)))
     if (record := last_record(status.run_dir)) is not None:
@@ -205,6 +208,10 @@ def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection
                 fontsize=11,
                 fontweight="bold",
             )
+    if history.average:
+        style = {"color": _VALIDATION, "markersize": 5, "linewidth": 1.2, "linestyle": "--"}
+        averages = zip(*sorted(history.average.items()), strict=True)
+        axes.plot(*averages, marker="s", label="validation, averaged weights", **style)
     axes.margins(x=0.01, y=0.12)
     labelled = set[str]()
     for start in history.restarts:
@@ -213,7 +220,7 @@ def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection
         label = None if name in labelled else name
         axes.axvline(start.reached or 0, label=label, **style)
         labelled.add(name)
-    axes.legend(frameon=False, fontsize=10.5, ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(frameon=False, fontsize=10.5, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def _ceiling(run_dir: Path, history: History) -> float:

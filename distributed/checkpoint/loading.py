@@ -6,9 +6,10 @@ everything fits, and nothing in a file is executed.
 
 import io
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from .format import (
     CheckpointMeta,
     Chunk,
     CorruptCheckpointError,
+    Index,
     StoredCheckpoint,
     audit,
     damaged_files,
@@ -28,6 +30,10 @@ from .format import (
     refuse,
 )
 from .together import causes, together
+
+Weights = Literal["trained", "average"]
+"""Which weights of a checkpoint are read: those of its step, or their average (../average.py)."""
+_AVERAGES = "optimizer.average."
 
 
 def check_for_all(path: Path, group: dist.ProcessGroup, *, reading: int = 0) -> CheckpointMeta:
@@ -65,6 +71,7 @@ def load(
     check_bytes: bool = True,
     allow_unexpected: bool = False,
     converts: bool = False,
+    weights: Weights = "trained",
 ) -> dict[str, Any]:
     """Fills `tensors` in place from a checkpoint of any layout; returns the caller's meta.
 
@@ -79,15 +86,17 @@ def load(
         check_bytes: verify the checksum of every file.
         allow_unexpected: the checkpoint may hold more tensors (weights without optimizer state).
         converts: its tensors may have other dtypes, which become those of `tensors`.
+        weights: which weights to read as "model.<name>".
 
     Raises:
-        CheckpointError: the checkpoint is damaged or does not fit; on all ranks.
+        CheckpointError: the checkpoint is damaged, does not fit or has no average; on all ranks.
     """
     group = None if mesh is None else mesh.world_group
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
 
     def check() -> StoredCheckpoint:
         stored = open_share(path, rank, world_size, check_bytes=check_bytes)
+        stored = choose_weights(stored, weights)
         if unlike := _differences(stored, tensors, shards, allow_unexpected, converts):
             listed = "\n  ".join(unlike)
             raise CheckpointError(f"{path} does not fit the requested tensors:\n  {listed}")
@@ -103,6 +112,32 @@ def load(
 
     together(group, read)
     return stored.meta.meta
+
+
+def choose_weights(stored: StoredCheckpoint, weights: Weights) -> StoredCheckpoint:
+    """Returns a checkpoint whose "model.<name>" are the trained weights, or their average.
+
+    Buffers have no average and stay as they are.
+
+    Raises:
+        CheckpointError: it has no average.
+    """
+    if weights == "trained":
+        return stored
+    tensors = stored.index.tensors
+    averages = {
+        f"model.{name.removeprefix(_AVERAGES)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_AVERAGES)
+    }
+    # without the record, the entries are those of a user's own optimizer
+    if not averages or not stored.meta.meta.get("average"):
+        raise CheckpointError(
+            f"{stored.path}: has no averaged weights, which a run keeps with train.average: leave out "
+            '--weights average (weights="average"), or average several checkpoints with `moebius ckpt '
+            "average`"
+        )
+    return replace(stored, index=Index(tensors={**tensors, **averages}))
 
 
 def _differences(

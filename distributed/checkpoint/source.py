@@ -51,7 +51,8 @@ class Source(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["checkpoint", "folder", "branch"]  # branch: a checkpoint with all of its state
+    # branch: a checkpoint with all of its state; average: the mean of checkpoints, written as step 0
+    kind: Literal["checkpoint", "folder", "branch", "average"]
     given: str  # what the user named, with an absolute path
     path: str  # of the checkpoint or the folder, absolute
     step: int | None = None  # of a checkpoint
@@ -66,6 +67,8 @@ class Source(BaseModel):
 
     def words(self) -> str:
         """Says in one line what the run starts or branches from."""
+        if self.kind == "average":
+            return f"starts from the mean of {self.given}"
         verb = "branches" if self.kind == "branch" else "starts"
         what = self.family if self.step is None else f"step {self.step:,}"
         words = f"{verb} from {self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
@@ -223,6 +226,11 @@ def _digest_of(source: Source) -> str:
 
 
 def _check_digest(source: Source, now: str) -> None:
+    if source.kind == "average":
+        raise CheckpointError(
+            f"the mean of {source.given}, with which this run began as the checkpoint of step 0, is gone: "
+            "make it again in a new run folder with `moebius ckpt average`"
+        )
     advice = "restore it, or start again with --from in a new run folder"
     if not now:
         raise CheckpointError(f"{source.path}: what this run starts from is not there: {advice}")

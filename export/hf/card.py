@@ -10,6 +10,7 @@ from pathlib import Path
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import read_manifest
 from ...distributed.checkpoint.format import StoredCheckpoint
+from ...distributed.checkpoint.loading import Weights
 from ...model.cost import count_parameters
 from ...train.config.run_config import Config
 
@@ -44,7 +45,9 @@ transformers 5. Tokenizer: {tokenizer}.
 {data}"""
 
 
-def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
+def make_card(
+    stored: StoredCheckpoint, config: Config, tokenizer: str, weights: Weights = "trained"
+) -> str:
     """Returns the README.md of an exported model; `tokenizer` describes its tokenizer."""
     run_dir = stored.path.absolute().parent.parent
     count = count_parameters(config.model, config.data.seq_len)
@@ -53,13 +56,18 @@ def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
         total=count.total,
         active=count.active,
         tokenizer=tokenizer,
-        training=_table(("what", "value"), _training(stored, config, run_dir)),
+        training=_table(("what", "value"), _training(stored, config, run_dir, weights)),
         data=_data(config),
     )
 
 
-def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterator[Sequence[str]]:
-    losses = _last_losses(run_dir / "metrics.jsonl", stored.meta.step)
+def _training(
+    stored: StoredCheckpoint, config: Config, run_dir: Path, weights: Weights
+) -> Iterator[Sequence[str]]:
+    is_average = weights == "average"
+    losses = _last_losses(run_dir / "metrics.jsonl", stored.meta.step, is_average=is_average)
+    if is_average:
+        yield "weights", "the average of the last steps' weights"
     yield "steps", f"{stored.meta.step:,} of {config.train.steps:,}"
     yield "tokens", f"{stored.meta.meta['progress']['tokens']:,}"
     yield "precision", config.train.precision
@@ -68,16 +76,18 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
     yield "checkpoint digest", stored.manifest.digest
 
 
-def _last_losses(log: Path, last_step: int) -> dict[str, float]:
+def _last_losses(log: Path, last_step: int, *, is_average: bool) -> dict[str, float]:
     """Returns the last losses that a run logged up to a step, by kind of line."""
+    name_of = {"eval": "average_loss"} if is_average else {}
     found = {}
     for text in log.open(encoding="utf-8") if log.is_file() else ():
         try:
             line = json.loads(text)
         except ValueError:
             continue  # the run was writing this line when it ended
-        if line.get("loss") is not None and line["step"] <= last_step:
-            found[line["kind"]] = line["loss"]
+        name = name_of.get(line.get("kind"), "loss")
+        if line.get(name) is not None and line["step"] <= last_step:
+            found[line["kind"]] = line[name]
     return found
 
 

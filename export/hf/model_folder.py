@@ -31,6 +31,7 @@ from ...distributed.checkpoint.format import (
     open_checkpoint,
     open_verified,
 )
+from ...distributed.checkpoint.loading import Weights, choose_weights
 from ...distributed.checkpoint.writing import write_synced
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import Config, ConfigError
@@ -87,13 +88,15 @@ class Exported:
     num_keys: int
     num_bytes: int
     tokenizer: str  # which, or why none
+    weights: Weights = "trained"
 
     def __str__(self) -> str:
         files = (
             self.files[0] if len(self.files) == 1 else f"{self.files[0]} … {len(self.files)} files"
         )
         size = f"{self.num_keys:,} keys, {self.num_bytes / 10**6:,.1f} MB"
-        return f"weights of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
+        what = "averaged weights" if self.weights == "average" else "weights"
+        return f"{what} of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
 
 
 def export(
@@ -105,6 +108,7 @@ def export(
     max_file_bytes: int = 5 * 10**9,
     with_tokenizer: bool = True,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
+    weights: Weights = "trained",
 ) -> Exported:
     """Writes the model of the checkpoint `source`, and router state without gradients, as the folder
     `out`.
@@ -117,6 +121,7 @@ def export(
         dtype: of weights that enter matrix products; none: that of the published folder that the
             run began with, or float32.
         with_tokenizer: False omits a tokenizer that transformers cannot represent.
+        weights: those of the step, or their average.
 
     Raises:
         ValueError: transformers could not run this model as trained, its tokenizer cannot be
@@ -126,7 +131,7 @@ def export(
     require_safetensors()
     refuse_name_of_another_step(out, None)
     refuse_existing(out)
-    stored = open_checkpoint(source)
+    stored = choose_weights(open_checkpoint(source), weights)
     config = checkpoint_config(stored.path, stored.meta.meta)
     run_dir = stored.path.absolute().parent.parent
     origin = origin_of(run_dir, config.model) if layout == "hf" else None
@@ -150,7 +155,8 @@ def export(
     plan = plan_files(tensors, max_file_bytes)
     # last, because it can take an hour
     size = sum(file.num_bytes for file in stored.manifest.files.values())
-    stored = open_verified(source, start_progress("checking the checkpoint", size))
+    verified = open_verified(source, start_progress("checking the checkpoint", size))
+    stored = choose_weights(verified, weights)
     if layout == "safetensors":
         texts["config.json"] = _bare_config(stored, config, dtype or "fp32")
     elif origin is not None:
@@ -158,13 +164,13 @@ def export(
         texts["config.json"] = family_config(origin, dtype, config.data.seq_len, end)
     else:
         texts |= _model_files(stored, config, dtype or "fp32", tokenizer)
-        texts["README.md"] = make_card(stored, config, words)
+        texts["README.md"] = make_card(stored, config, words, weights)
     with atomic_directory(out, needed_bytes=num_bytes_of(plan)) as folder:
         write_weights(stored, plan, folder, start_progress, is_published=origin is not None)
         for name, text in {**files, **texts}.items():
             write_synced(folder / name, text)
     num_keys = sum(map(len, plan.values()))
-    return Exported(stored.meta.step, list(plan), num_keys, num_bytes_of(plan), words)
+    return Exported(stored.meta.step, list(plan), num_keys, num_bytes_of(plan), words, weights)
 
 
 def _bare_config(stored: StoredCheckpoint, config: Config, dtype: Precision) -> str:

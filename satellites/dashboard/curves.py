@@ -40,6 +40,8 @@ class Curves:
     def __init__(self) -> None:
         self.loss: dict[int, float] = {}
         self.validation: dict[int, float] = {}
+        self.average: dict[int, float] = {}
+        """Validation loss of the averaged weights."""
         self.tokens_per_s: dict[int, float] = {}
         self.learning_rate: dict[int, float] = {}
         self.grad_norm: dict[int, float] = {}
@@ -71,6 +73,8 @@ class Curves:
                 self._add_train(record)
             case "eval":
                 self.validation[record["step"]] = record["loss"]
+                if "average_loss" in record:
+                    self.average[record["step"]] = record["average_loss"]
             case "checkpoint" if not record.get("error"):
                 self._tell(record, "checkpoint")
 

@@ -174,16 +174,20 @@ def _add_line(
 
 
 def _add_validation(figure: go.Figure, run: FollowedRun, axis: Axis, colour: str) -> None:
-    x, y = points(run.curves, run.curves.validation, axis)
-    figure.add_scatter(
-        x=x,
-        y=y,
-        mode="markers",
-        name=f"{run.name}: validation",
-        legendgroup=run.name,
-        showlegend=False,
-        marker={"color": colour, "size": 8, "symbol": "diamond"},
-    )
+    drawn = [("validation", run.curves.validation, "diamond")]
+    if run.curves.average:
+        drawn.append(("validation, averaged weights", run.curves.average, "diamond-open"))
+    for what, curve, symbol in drawn:
+        x, y = points(run.curves, curve, axis)
+        figure.add_scatter(
+            x=x,
+            y=y,
+            mode="markers",
+            name=f"{run.name}: {what}",
+            legendgroup=run.name,
+            showlegend=False,
+            marker={"color": colour, "size": 8, "symbol": symbol},
+        )
 
 
 def _mark_interruptions(figure: go.Figure, curves: Curves, axis: Axis, colour: str) -> None:

@@ -88,7 +88,9 @@ def _layout(runs: Runs) -> html.Main:
         html.Div([html.Label("Smoothing"), smoothing]),
     ]
     cards = [
-        _card("Loss (line: training, diamonds: validation)", _graph("loss")),
+        _card(
+            "Loss (line: training, diamonds: validation, open: of averaged weights)", _graph("loss")
+        ),
         _card("Throughput", _graph("throughput")),
         _card("Learning rate", _graph("rate")),
         _card("Gradient norm, before clipping", _graph("norm")),

@@ -92,10 +92,12 @@ def test_dispatch() -> None:
 @pytest.mark.slow
 def test_muon() -> None:
     """Of cut matrices the owner collects the momentum and returns the update, 4 bytes a weight each."""
-    sizes = {"recipe": "smoke", "sequences": 4, "seq_len": 16, "rounds": 2}
+    sizes = {"recipe": "smoke", "sequences": 4, "seq_len": 16, "rounds": 2, "arm": "muon"}
     found = muon.launch("FSDP 4", argparse.Namespace(**sizes))
     dense = 2 * 2 * 128 * 128  # queries and keys of two layers
     assert found["bytes_sent"] == 2 * (3 / 4) * 4 * dense / 4  # experts lie whole on a rank
+    assert found["ratio"]["median"] > 0
+    found = muon.launch("1 rank", argparse.Namespace(**sizes | {"arm": "ema"}))
     assert found["ratio"]["median"] > 0
 
 

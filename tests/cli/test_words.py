@@ -24,7 +24,7 @@ def test_of_many_runs_a_few_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 ELSEWHERE = """
-dropout attention_dropout hidden_dropout label_smoothing ema swa fp8 fp8_format quantization_config int8 lora qlora
+dropout attention_dropout hidden_dropout label_smoothing fp8 fp8_format quantization_config int8 lora qlora
 adapter dpo rlhf sft grpo tp pp cp tensor_model_parallel_size pipeline_parallel_degree context_parallel_size mtp
 num_nextn_predict_layers mup clip_qkv final_logit_softcapping offload rampup_batch_size diloco gguf beam-search
 mamba = not here, because
@@ -64,6 +64,8 @@ bf16 fp16 torch_dtype mixed-precision = train.precision
 gradient_checkpointing remat_policy recompute-granularity activation_checkpoint = train.recompute
 torch_compile = train.compile
 log_every_n_steps logging_steps log-interval log_period = train.log_every
+ema swa lawa = train.average
+ema_decay ema_half_life = train.average_decay
 eval_strategy val_check_interval evals_per_epoch eval-interval = train.eval_every
 eval-iters limit_val_batches eval_tokens = train.eval_rows
 val_set_size split = prepare.validation_fraction

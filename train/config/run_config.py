@@ -224,6 +224,11 @@ class Config(BaseModel):
                 )
 
     @model_validator(mode="after")
+    def _check_average(self) -> Self:
+        self.train.average_span(self.train.global_batch * self.data.seq_len)
+        return self
+
+    @model_validator(mode="after")
     def _check_growing(self) -> Self:
         """Checks that a growing depth arrives at R before training ends."""
         depth, loops = self.model.loops.depth, self.model.num_repeats

@@ -1,5 +1,7 @@
 """The section `train` of a configuration: the loop's length, batches, precision and reports."""
 
+import math
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -17,6 +19,12 @@ from ...model.execution.depth_losses import DEPTH_LOSS
 from ...model.execution.recompute import Recompute
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_SPAN = re.compile(r"([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?) *(step|token)s?")
+# Of an average: by default its share of the run's steps, its fewest updates, and what it may be.
+_SPANS = {
+    "ema": (0.02, 1, "a decay per update between 0 and 1, as 0.999, or a half-life with its unit"),
+    "last": (0.1, 2, "a window with its unit"),
+}
 
 
 class TrainConfig(BaseModel):
@@ -119,6 +127,46 @@ class TrainConfig(BaseModel):
     """Skips the update of a step whose loss exceeds the median of the last 128 good steps by more
     than this many robust deviations, or whose gradient norm does by twice as many; none: off.
     """
+
+    average: Annotated[Literal["ema", "last"] | None, MAY_CHANGE] = None
+    """Keeps a float32 average of the weights beside them, for validation and `--weights average`: of
+    all updates with an exponential decay, or of the last ones alone; none: no average.
+    """
+
+    average_decay: Annotated[float | str | None, MAY_CHANGE] = Field(
+        default=None, examples=['"500 steps"']
+    )
+    """The decay per update of "ema" or its half-life with a unit, or the window of "last" with a unit;
+    none: 2 % and 10 % of the run's steps.
+    """
+
+    def average_span(self, tokens_per_step: int) -> float:
+        """Returns the decay per update of "ema", or the window of "last" in updates; 0 without one.
+
+        Raises:
+            ValueError: `average_decay` does not fit `average`.
+        """
+        given, kind = self.average_decay, self.average
+        if kind is None and given is not None:
+            raise ValueError(
+                f"train.average_decay={given!r} without train.average, which alone reads it: set "
+                "train.average=ema or last, or leave train.average_decay out"
+            )
+        if kind is None:
+            return 0.0
+        if kind == "ema" and isinstance(given, float) and 0 < given < 1:
+            return given
+        share, fewest, wanted = _SPANS[kind]
+        match = _SPAN.fullmatch(str(given).strip().lower())
+        updates = float(match[1]) if match else max(fewest, share * self.steps)
+        if match and match[2] == "token":
+            updates /= tokens_per_step
+        if not fewest <= updates < math.inf or (given is not None and match is None):
+            raise ValueError(
+                f'train.average_decay={given!r} with train.average="{kind}": give {wanted}, as "500 steps" '
+                f'or "1e8 tokens", and at least {fewest} × {tokens_per_step:,} tokens'
+            )
+        return 0.5 ** (1 / updates) if kind == "ema" else updates // 1
 
     @model_validator(mode="after")
     def _check_sinks(self) -> Self:

@@ -1,4 +1,4 @@
-"""Imports published weights as a run: folders of known families, and files of MoEUT and baselines.
+"""Writes weights as a new run: of a known family's folder, of a MoEUT's file, or the mean of checkpoints.
 
 A folder's config.json describes its model, and its family's tables translate names and layouts. The
 authors' files (arXiv 2405.16039) use three families of names, recognized by their first key:
@@ -18,6 +18,7 @@ tensors and containers and calls nothing.
 """
 
 import fnmatch
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +37,24 @@ from ...distributed.checkpoint.atomic_directory import (
     refuse_existing,
     write_checkpoint,
 )
-from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint, step_name
+from ...distributed.checkpoint.format import (
+    StartProgress,
+    StoredCheckpoint,
+    blake2b,
+    find_checkpoint,
+    open_checkpoint,
+    open_verified,
+    step_name,
+)
 from ...distributed.checkpoint.loading import read_tensor
 from ...distributed.checkpoint.pieces import require_safetensors
-from ...distributed.checkpoint.source import SOURCE, SOURCE_FILES, Source, keep_small_files
+from ...distributed.checkpoint.source import (
+    SOURCE,
+    SOURCE_FILES,
+    Source,
+    keep_small_files,
+    read_source,
+)
 from ...distributed.parallelize import expert_names
 from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.model_config import ModelConfig
@@ -50,6 +65,7 @@ from ..config.resolve import resolve
 from ..config.run_config import Config, ConfigError
 from ..recipes.hub import settings_words
 from ..recipes.smoke import RECIPES
+from ..record.run_folder import checkpoint_config
 from ..state import TrainingProgress
 from .family import Rule
 from .start import source_of, weights_in_folder
@@ -219,6 +235,91 @@ def import_folder(
     state = {each: partial(plan.tensor, each) for each in weights.shapes}
     notes = f"{plan}\n  {settings_words(config, whose)}"
     return write_run(out, config, state, notes, weights.source)
+
+
+def average_checkpoints(
+    named: Sequence[Path],
+    out: Path,
+    *,
+    start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
+) -> Imported:
+    """Writes a run folder `out` whose checkpoint of step 0 has the mean of checkpoints' weights.
+
+    It sums in float64, a tensor at a time, routers' buffers too. Configuration and other files are those of
+    the last step among them.
+
+    Args:
+        named: for each, a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
+        out: appears whole or not at all; source.json in it names the checkpoints.
+        start_progress: shows the reading of every checkpoint.
+
+    Raises:
+        ValueError: one is not there or damaged, they are of several models, or fewer than two
+            different ones; or `out` exists.
+    """
+    refuse_existing(out)
+    stored = [open_checkpoint(find_checkpoint(name).absolute()) for name in named]
+    digests = [each.manifest.digest for each in stored]
+    if len(set(digests)) < max(2, len(digests)):
+        raise ConfigError(
+            f"{some_of(named)}: name two checkpoints or more, each once, as in RUN@1000 RUN@1200"
+        )
+    models = [_model_of(each) for each in stored]
+    for name, model in zip(named, models, strict=True):
+        if other := [
+            key for key in model.keys() & models[0].keys() if model[key] != models[0][key]
+        ]:
+            raise ConfigError(
+                f"{name}: its {some_of(sorted(other))} differ from those of {named[0]}; only checkpoints of "
+                "one model have a mean"
+            )
+    for each in stored:
+        size = sum(file.num_bytes for file in each.manifest.files.values())
+        open_verified(each.path, start_progress(f"checking {each.path.name}", size))
+    last, model = max(zip(stored, models, strict=True), key=lambda each: each[0].meta.step)
+    before = read_source(last.path.parent.parent)
+    source = Source(
+        kind="average",
+        given=", ".join(str(each.path) for each in stored),
+        path=str(last.path),
+        family=None if before is None else before.family,
+        digest=blake2b("".join(digests).encode()),
+        tokenizer=model.get("tokenizer"),
+    )
+    state = {name: partial(_mean, stored, name) for name in model["tensors"]}
+    config = _config_of_mean(last)
+    return write_run(out, config, state, f", the mean of {some_of(named)}", source)
+
+
+def _model_of(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Returns what checkpoints must share to have a mean: sizes, shapes, and the tokenizer if known."""
+    meta, tensors = stored.meta.meta, stored.index.tensors.items()
+    values = checkpoint_config(stored.path, meta).model.model_dump(mode="json")
+    known = (meta.get("data") or {}).get("spec", {}).get("tokenizer_sha256")
+    shapes = {name[6:]: one.shape for name, one in tensors if name.startswith("model.")}
+    found = {f"model.{key}": value for key, value in values.items()} | {"tensors": shapes}
+    return found | ({} if known is None else {"tokenizer": known})
+
+
+def _config_of_mean(stored: StoredCheckpoint) -> Config:
+    """Returns a checkpoint's configuration, unless its router computes otherwise at step 0 of a run."""
+    config = checkpoint_config(stored.path, stored.meta.meta)
+    router = None if config.model.experts is None else config.model.experts.router
+    switch = getattr(router, "switch_step", math.inf)
+    if stored.meta.step >= switch:
+        raise ConfigError(
+            f"{stored.path}: its router has switched at router.switch_step={switch}, and a mean begins "
+            "at step 0: use train.average, or checkpoints from before"
+        )
+    return config
+
+
+def _mean(stored: Sequence[StoredCheckpoint], name: str, dtype: torch.dtype) -> Tensor:
+    """Returns the mean of a tensor over checkpoints, summed in float64."""
+    total = read_tensor(stored[0], f"model.{name}").double()
+    for each in stored[1:]:
+        total += read_tensor(each, f"model.{name}")
+    return (total / len(stored)).to(dtype)
 
 
 def write_run(

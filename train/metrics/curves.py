@@ -23,6 +23,7 @@ class Metric:
 METRICS: dict[tuple[str, str], Metric] = {
     ("train", "loss"): Metric("loss/train", "nats per token"),
     ("eval", "loss"): Metric("loss/validation", "nats per token"),
+    ("eval", "average_loss"): Metric("loss/validation_average", "nats per token"),
     ("eval", "perplexity"): Metric("perplexity/validation", ""),
     ("train", "regularisation"): Metric("loss/regularisation", "nats per token"),
     ("train", "auxiliary_losses"): Metric("loss/auxiliary/NAME", ""),

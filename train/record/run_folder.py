@@ -270,6 +270,21 @@ def steps_before(run_dir: Path, source: Source | None) -> tuple[int, RunSchedule
     return meta.step, trunk.optim.over(trunk.train.steps)
 
 
+def check_generation(run_dir: Path) -> int:
+    """Returns this process's generation; 0 without a supervisor.
+
+    Raises:
+        ConfigError: a supervisor owns this folder but did not start this process.
+    """
+    mine = os.environ.get("MOEBIUS_GENERATION")
+    if mine is None and (run_dir / "generation").exists():
+        raise ConfigError(
+            f"{run_dir}: belongs to a job, and only its supervisor starts ranks; continue it with "
+            "`moebius train` or `moebius submit` and --run-dir, or use another folder"
+        )
+    return int(mine or 0)
+
+
 def end_is_asked(run_dir: Path) -> bool:
     """Returns whether the ranks must save and end at the next step boundary.
 

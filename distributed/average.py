@@ -1,0 +1,136 @@
+"""An average of the weights, kept in float32 beside the moments in the optimizer's state.
+
+    ema    A ← A + max(1 − d, 1 / (n + 1)) (W − A)       n updates averaged before, decay d
+    last   A ← A + 1 / (n + 1) (W − A)
+           B ← B + 1 / (k + 1) (W − B)                   before, once k is half of the window:  A ← B, n ← k;  B ← 0, k ← 0
+
+The first update makes A equal to W. For its first 1 / (1 − d) updates, `ema` is the mean of all. With a window of 2 h
+updates, `last` is the uniform mean of the last h + 1 to 2 h, for one more copy, B, instead of 2 h. Skipped updates do not
+count.
+
+A is the entry `average` of every parameter's state and B `average_recent`, so checkpoints, other layouts, FSDP shards and moved
+experts carry them like a moment. Every operation on elements rounds once, so the bits do not depend on the layout.
+Buffers that a router learns without a gradient (a selection bias) have no average: they balance the load of the
+present routing, and are taken as they are, as torch's `AveragedModel` does.
+
+Cost: 4 bytes per weight (`last`: 8), one pass over both per update, and a copy of the weights during an evaluation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..plugins import PluginError
+from .local_shard import local_tensor
+
+AVERAGE, RECENT = "average", "average_recent"
+_ENTRIES = {"ema": (AVERAGE,), "last": (AVERAGE, RECENT)}
+_AT_ONCE = 16  # tensors whose differences are in memory together
+
+
+@dataclass
+class WeightAverage:
+    """Averages a run's weights after each update; the kind None does nothing."""
+
+    optimizer: torch.optim.Optimizer  # its state holds the average
+    parameters: Sequence[Parameter]  # this rank's shards
+    kind: Literal["ema", "last"] | None = None
+    span: float = 0.0  # of ema the decay per update, of last the window in updates
+    updates: int = 0  # in the average
+    recent: int = 0  # in RECENT
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Averages the weights of the update that was just made.
+
+        Raises:
+            PluginError: as for `allocate`.
+        """
+        if self.kind is None:
+            return
+        if not self.updates:
+            self.allocate(self.kind)
+        if self.kind == "last" and self.recent >= self.span // 2:
+            _copy(self._entries(AVERAGE), self._entries(RECENT))
+            torch._foreach_zero_(self._entries(RECENT))  # pyright: ignore[reportPrivateImportUsage]
+            self.updates, self.recent = self.recent, 0
+        least = 1 - self.span if self.kind == "ema" else 0.0
+        self._approach(AVERAGE, max(least, 1 / (self.updates + 1)))
+        if self.kind == "last":
+            self._approach(RECENT, 1 / (self.recent + 1))
+        self.updates, self.recent = self.updates + 1, self.recent + 1
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Puts the average where the weights are, and at the end the weights' own bits back."""
+        weights = self._weights()
+        kept = [weight.clone() for weight in weights]
+        try:
+            _copy(weights, self._entries(AVERAGE))
+            yield
+        finally:
+            _copy(weights, kept)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the kind and the counts for a checkpoint's meta; empty before the first update."""
+        counts = {"kind": self.kind, "updates": self.updates, "recent": self.recent}
+        return counts if self.updates else {}
+
+    def allocate(self, kind: str | None) -> None:
+        """Adds an average of zeros to the optimizer's state, which must have its own entries by then.
+
+        Raises:
+            PluginError: a user's own optimizer keeps an entry of that name.
+        """
+        for key in _ENTRIES.get(str(kind), ()):
+            for state in self._states():
+                if key in state:
+                    raise PluginError(
+                        f"optim.kind: {type(self.optimizer).__name__} keeps {key!r} itself, where "
+                        f"train.average={kind} keeps the average of the weights: rename it there, or leave "
+                        "train.average out"
+                    )
+            for parameter, state in zip(self.parameters, self._states(), strict=True):
+                state[key] = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def adopt(self, saved: Mapping[str, Any]) -> bool:
+        """Goes on with the average of a checkpoint, which is loaded, or drops one of another kind.
+
+        Returns:
+            Whether the run has an average and begins it anew.
+        """
+        if self.kind == saved.get("kind"):
+            self.updates, self.recent = saved.get("updates", 0), saved.get("recent", 0)
+            return False
+        for key in _ENTRIES.get(str(saved.get("kind")), ()):
+            for state in self._states():
+                del state[key]
+        return self.kind is not None
+
+    def _approach(self, key: str, share: float) -> None:
+        """Moves an average towards the weights by a share of the difference."""
+        averages, weights = self._entries(key), self._weights()
+        for begin in range(0, len(weights), _AT_ONCE):
+            some = averages[begin : begin + _AT_ONCE]
+            moves = torch._foreach_sub(weights[begin : begin + _AT_ONCE], some)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(moves, share)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(some, moves)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _weights(self) -> list[Tensor]:
+        return [local_tensor(parameter.detach()) for parameter in self.parameters]
+
+    def _entries(self, key: str) -> list[Tensor]:
+        return [local_tensor(state[key]) for state in self._states()]
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [self.optimizer.state[parameter] for parameter in self.parameters]
+
+
+@torch.no_grad()
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_copy_(to, values)  # pyright: ignore[reportPrivateImportUsage]
