@@ -47,7 +47,10 @@ def _train() -> None:
     run_dir = Path(sys.argv[1])
     stored = run_dir / os.environ.get(CONFIG_VARIABLE, "config.json")
     config = with_mesh_of(Config.load(stored), os.environ)
-    state = train(config, run_dir)
+    examine = None
+    if config.evaluate.every:
+        from ..evaluation.while_training import examine  # a program joins the floors
+    state = train(config, run_dir, examine=examine)
     logging.getLogger(__name__).info("%s", state)
 
 

@@ -81,12 +81,6 @@ def move_experts(run: OpenRun, result: StepResult) -> None:
         run.log.write("expert_placement", run.progress.step, **asdict(moved))
 
 
-def save_checkpoint(run: OpenRun, result: StepResult) -> None:
-    """Saves every `checkpoint.every` steps and after the last."""
-    if result.is_last or due(run.progress.step, run.config.checkpoint.every):
-        save(run)
-
-
 def evaluate_validation(run: OpenRun, result: StepResult) -> None:
     """Evaluates every `train.eval_every` steps and at the end, unless the run was stopped."""
     finished = run.progress.step == run.config.train.steps
@@ -94,6 +88,25 @@ def evaluate_validation(run: OpenRun, result: StepResult) -> None:
     if finished or is_due:
         evaluate_run(run)
         run.restart_clock()
+
+
+def score_and_sample(run: OpenRun, result: StepResult) -> None:
+    """Scores tasks and continues prompts every `evaluate.every` steps and at the end, unless stopped."""
+    every, step = run.config.evaluate.every, run.progress.step
+    is_last = step == run.config.train.steps
+    if every and (is_last or (due(step, every) and not result.stop)):
+        assert run.examine is not None, "evaluate.every needs train(…, examine=examine)"
+        run.model.before_step(step)  # a scheduled router is as the next step would use it
+        with run.heartbeat.during(Phase.EVAL):
+            run.examine(run)
+        run.restart_clock()
+
+
+def save_checkpoint(run: OpenRun, result: StepResult) -> None:
+    """Saves every `checkpoint.every` steps and after the last."""
+    if result.is_last or due(run.progress.step, run.config.checkpoint.every):
+        run.model.before_step(run.progress.step)  # as evaluations do, which must leave no trace
+        save(run)
 
 
 def log_checkpoints(run: OpenRun, _result: StepResult) -> None:
@@ -111,8 +124,9 @@ HOOKS: tuple[Callable[[OpenRun, StepResult], None], ...] = (
     log_step,
     log_spike,
     move_experts,
-    save_checkpoint,
     evaluate_validation,
+    score_and_sample,
+    save_checkpoint,  # what was measured is on the disk before it, so no resume skips it
     log_checkpoints,
 )
 

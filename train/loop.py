@@ -4,7 +4,7 @@
           → [batch → loss → gradients → clip → update → hooks] × steps
           → end
 
-The hooks (hooks.py) run at every step boundary: log, move experts, save, evaluate. Every rank
+The hooks (hooks.py) run at every step boundary: log, move experts, evaluate, save. Every rank
 runs this code. Decisions (to skip an update, to stop, to save) use numbers that are equal on
 all ranks, so no rank ever enters a collective alone. `cluster/` starts the ranks.
 """
@@ -44,8 +44,15 @@ from .run import OpenRun, Run, StepResult, assemble, resume
 from .state import check_state, seed_micro_batch
 
 
-def train(config: Config, run_dir: Path) -> str:
+def train(
+    config: Config, run_dir: Path, *, examine: Callable[[OpenRun], None] | None = None
+) -> str:
     """Trains to the last step, or to the next step boundary after a stop request.
+
+    Args:
+        config: the run's configuration.
+        run_dir: its folder.
+        examine: does what `evaluate` asks for, on all ranks; None: the run has no `evaluate.every`.
 
     Returns:
         "finished" or "stopped", as in the run folder's result.json.
@@ -71,7 +78,8 @@ def train(config: Config, run_dir: Path) -> str:
             clock.mark("loader")
             first_step, active = parts.state.first_step, process.rank == 0
             metrics = open_metrics(config, run_dir, active=active, first_step=first_step)
-            run = OpenRun(**vars(parts), loader=loader, log=logs.enter_context(metrics))
+            log = logs.enter_context(metrics)
+            run = OpenRun(**vars(parts), loader=loader, log=log, examine=examine)
             write_start(run, resumed, clock.rounded())
             state = train_steps(run)
         finish(run, state)

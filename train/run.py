@@ -1,6 +1,7 @@
 """The parts of one run on one rank: built, and restored from a checkpoint."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class RunState:
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
+    # at the present step, on all ranks: the "validation" loss, and tasks' accuracies by their names
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,7 @@ class OpenRun(Run):
 
     loader: Loader
     log: MetricsLog
+    examine: Callable[["OpenRun"], None] | None = None  # evaluation/while_training.py
 
     def restart_clock(self) -> None:
         """Restarts the measurement of step times."""

@@ -40,6 +40,10 @@ class Curves:
     def __init__(self) -> None:
         self.loss: dict[int, float] = {}
         self.validation: dict[int, float] = {}
+        self.scores: dict[str, dict[int, float]] = {}
+        """Accuracy by task and step."""
+        self.samples: dict[str, tuple[int, str]] = {}
+        """Step and text of each prompt's newest continuation."""
         self.tokens_per_s: dict[int, float] = {}
         self.learning_rate: dict[int, float] = {}
         self.grad_norm: dict[int, float] = {}
@@ -69,6 +73,10 @@ class Curves:
                 self._add_train(record)
             case "eval":
                 self.validation[record["step"]] = record["loss"]
+            case "scores":
+                self._add_scores(record)
+            case "samples":
+                self.samples[record["prompt"]] = record["step"], record["text"]
             case "checkpoint" if not record.get("error"):
                 self._tell(record, "checkpoint")
 
@@ -93,6 +101,11 @@ class Curves:
             self._tell(record, "the update was skipped: a gradient was not finite")
         self._num_skipped = skipped
         self._add_loads(step, record.get("expert_load"))
+
+    def _add_scores(self, record: Record) -> None:
+        for task, value in record.items():
+            if isinstance(value, float) and task not in ("time", "seconds"):
+                self.scores.setdefault(task, {})[record["step"]] = value
 
     def _add_loads(self, step: int, loads: list[list[float]] | None) -> None:
         if not loads or step % self._stride:

@@ -39,7 +39,7 @@ from .arguments import checked
 from .errors import ConfigError
 from .job_config import JobConfig
 from .schedule import SCHEDULE
-from .train_config import TrainConfig
+from .train_config import EvaluateConfig, TrainConfig
 from .validation import check_keys, validated
 
 
@@ -55,6 +55,7 @@ class Config(BaseModel):
     kernels: Annotated[KernelConfig, MAY_CHANGE] = KernelConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    evaluate: Annotated[EvaluateConfig, MAY_CHANGE] = EvaluateConfig()
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
     job: Annotated[JobConfig, MAY_CHANGE] = JobConfig()
 

@@ -1,5 +1,6 @@
-"""The section `train` of a configuration: the loop's length, batches, precision and reports."""
+"""The sections `train` and `evaluate` of a configuration: the loop, and what it measures."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -8,6 +9,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -124,4 +126,40 @@ class TrainConfig(BaseModel):
     def _check_sinks(self) -> Self:
         if len(set(self.sinks)) < len(self.sinks):
             raise ValueError(f"train.sinks={list(self.sinks)} names a sink twice: name each once")
+        return self
+
+
+class EvaluateConfig(BaseModel):
+    """Configures zero-shot scores of the model, and texts that it writes, while it trains."""
+
+    model_config = _SECTION
+
+    every: NonNegativeInt = 0
+    """Steps between two times, and once more at the end; 0: never."""
+
+    tasks: dict[str, str] = Field(default={}, examples=['{hellaswag = "eval", piqa = "hub"}'])
+    """Zero-shot tasks by name, each with the folder of its file, or hub for the published set."""
+
+    items: PositiveInt = 200
+    """Maximum number of items per task, spread evenly over its file."""
+
+    prompts: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["Once upon a time"]]
+    )
+    """Texts to continue by 100 tokens, as `moebius eval --prompt` does."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _find_folders(cls, tasks: dict[str, str]) -> dict[str, str]:
+        """Makes folders absolute, because ranks run elsewhere."""
+        return {k: v if v == "hub" else str(Path(v).absolute()) for k, v in tasks.items()}
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        if bool(self.every) != bool(self.tasks or self.prompts):
+            raise ValueError(
+                f"evaluate.every={self.every} with {len(self.tasks)} evaluate.tasks and "
+                f"{len(self.prompts)} evaluate.prompts evaluates nothing: set evaluate.every=1000, for "
+                "example, and name tasks or prompts, or set every=0, tasks={} and prompts=[]"
+            )
         return self

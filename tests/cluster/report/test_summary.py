@@ -29,6 +29,7 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
     lines = [
         {"kind": "start", "generation": 1, "resumed_from_step": None},
         {"kind": "eval", "step": 0, "loss": 8.0},
+        {"kind": "scores", "step": 1, "piqa": 0.25, "copa": 0.5, "items": 9, "seconds": 2.5},
         *(
             {"kind": "train", "step": step, "loss": "nan" if step % 3 else 5.0, "tokens": step}
             | {"tokens_per_s": 9.0}
@@ -37,6 +38,7 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
         ),
         {"kind": "start", "generation": 2, "resumed_from_step": steps // 2},
         {"kind": "eval", "step": steps, "loss": 4.0},
+        {"kind": "scores", "step": steps + 1, "piqa": 0.75, "items": 9, "seconds": 2.5},
     ]
     write_lines(run_dir / "metrics.jsonl", lines)
 
@@ -96,6 +98,7 @@ def test_closing_words_of_a_success(tmp_path):
     text = words(status, picture=tmp_path / "summary.png")
     assert "SUCCEEDED  finished at step 50" in text
     assert f"8.0000 → 4.0000   (perplexity {math.exp(8):,.1f} → 54.6)" in text
+    assert "piqa 0.250 → 0.750, copa 0.500" in text
     assert "50 steps, 50 tokens, 9 tokens/s, 1 min 05 s in all" in text
     assert (
         "1   fault drill: rank 3 was killed on purpose at step 30; generation 2 continued from the checkpoint of step 25"
