@@ -44,10 +44,11 @@ def examine(run: OpenRun) -> None:
     """
     restored = Restored(run.model.eval(), run.config, run.progress.step)
     try:
-        if run.config.evaluate.tasks:
-            _score(run, restored)
-        if run.config.evaluate.prompts:
-            _write(run, restored)
+        with torch.compiler.set_stance("force_eager"):  # many lengths, each seen once
+            if run.config.evaluate.tasks:
+                _score(run, restored)
+            if run.config.evaluate.prompts:
+                _write(run, restored)
     except ValueError as error:  # on all ranks
         if run.process.rank == 0:
             logger.warning("step %d was not evaluated: %s", restored.step, error)

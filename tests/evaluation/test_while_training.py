@@ -45,6 +45,7 @@ TRANSITION = {"kind": "transition", "sequences_per_group": 4, "switch_step": 3}
 # ranks, model, and the other settings
 RUNS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "one rank": (1, MODEL, {}),
+    "compiled": (1, MODEL, {"train__compile": True}),
     "ep": (2, MODEL.changed({"feed_forward.router.expert_dropout": 0.3}), {"mesh__ep": 2}),
     "fsdp": (2, MODEL, {"mesh__sharding": "fsdp"}),
     "fsdp, tied": (2, MODEL.changed({"tied_head": True}), {"mesh__sharding": "fsdp"}),
