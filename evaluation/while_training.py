@@ -37,37 +37,43 @@ _SAMPLING: dict[str, Any] = {
 }  # of `moebius eval --prompt`
 
 
-def examine(run: OpenRun) -> None:
-    """Scores the tasks and continues the prompts of `evaluate`, and logs both. Collective.
+class Examiner:
+    """Scores the tasks and continues the prompts of `evaluate`, and logs both; reads items once."""
 
-    What fails, for example because a task's file is gone, is a warning and does not end the run.
-    """
-    restored = Restored(run.model.eval(), run.config, run.progress.step)
-    try:
-        with torch.compiler.set_stance("force_eager"):  # many lengths, each seen once
-            if run.config.evaluate.tasks:
-                _score(run, restored)
-            if run.config.evaluate.prompts:
-                _write(run, restored)
-    except ValueError as error:  # on all ranks
-        if run.process.rank == 0:
-            logger.warning("step %d was not evaluated: %s", restored.step, error)
-    finally:
-        run.model.train()
+    def __init__(self) -> None:
+        self._items: list[TaskItems] = []
 
+    def __call__(self, run: OpenRun) -> None:
+        """Examines the model as it is. Collective.
 
-def _score(run: OpenRun, restored: Restored) -> None:
-    began_s = time.monotonic()
-    items, scorer = together(
-        dist.group.WORLD, lambda: (_read_tasks(restored), open_scorer(restored, run.process))
-    )
-    scores = {
-        one.name: first_score(one, scorer, lambda _rows: run.heartbeat.enter(Phase.EVAL))
-        for one in items
-    }
-    run.state.measured |= scores
-    count, seconds = sum(len(one.questions) for one in items), time.monotonic() - began_s
-    run.log.write("scores", restored.step, **scores, items=count, seconds=round(seconds, 3))
+        What fails, for example because a task's file is gone, is a warning and does not end the run.
+        """
+        restored = Restored(run.model.eval(), run.config, run.progress.step)
+        try:
+            with torch.compiler.set_stance("force_eager"):  # many lengths, each seen once
+                if run.config.evaluate.tasks:
+                    self._score(run, restored)
+                if run.config.evaluate.prompts:
+                    _write(run, restored)
+        except ValueError as error:  # on all ranks
+            if run.process.rank == 0:
+                logger.warning("step %d was not evaluated: %s", restored.step, error)
+        finally:
+            run.model.train()
+
+    def _score(self, run: OpenRun, restored: Restored) -> None:
+        began_s = time.monotonic()
+        self._items, scorer = together(
+            dist.group.WORLD,
+            lambda: (self._items or _read_tasks(restored), open_scorer(restored, run.process)),
+        )
+        scores = {
+            one.name: first_score(one, scorer, lambda _rows: run.heartbeat.enter(Phase.EVAL))
+            for one in self._items
+        }
+        run.state.measured |= scores
+        count, seconds = sum(len(one.questions) for one in self._items), time.monotonic() - began_s
+        run.log.write("scores", restored.step, **scores, items=count, seconds=round(seconds, 3))
 
 
 def _write(run: OpenRun, restored: Restored) -> None:

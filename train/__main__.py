@@ -49,7 +49,9 @@ def _train() -> None:
     config = with_mesh_of(Config.load(stored), os.environ)
     examine = None
     if config.evaluate.every:
-        from ..evaluation.while_training import examine  # a program joins the floors
+        from ..evaluation.while_training import Examiner  # a program joins the floors
+
+        examine = Examiner()
     state = train(config, run_dir, examine=examine)
     logging.getLogger(__name__).info("%s", state)
 

@@ -95,7 +95,7 @@ def score_and_sample(run: OpenRun, result: StepResult) -> None:
     every, step = run.config.evaluate.every, run.progress.step
     is_last = step == run.config.train.steps
     if every and (is_last or (due(step, every) and not result.stop)):
-        assert run.examine is not None, "evaluate.every needs train(…, examine=examine)"
+        assert run.examine is not None, "evaluate.every needs train(…, examine=Examiner())"
         run.model.before_step(step)  # a scheduled router is as the next step would use it
         with run.heartbeat.during(Phase.EVAL):
             run.examine(run)

@@ -20,7 +20,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation import while_training
 from moebius.evaluation.restore import restore
 from moebius.evaluation.text import write_text
-from moebius.evaluation.while_training import check_evaluation, examine
+from moebius.evaluation.while_training import Examiner, check_evaluation
 from moebius.evaluation.zero_shot import measure_tasks
 from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
@@ -84,7 +84,7 @@ def config_of(data: Path, tasks: Path | None, **changes: Any) -> Config:
 
 def trained(config: Config, run_dir: Path) -> list[Phase]:
     """Trains, and returns the phases that a watchdog would read while the run is examined."""
-    seen: list[Phase] = []
+    seen, examine = list[Phase](), Examiner()
 
     def watched(run: Any) -> None:
         examine(run)
