@@ -104,18 +104,19 @@ class Scorer:
         """
         found: dict[tuple[int, int], RowScore] = {}
         batches = list(self._batches(families))
+        spare = self._spare_passes(batches)
         for batch in batches:
             scores = self._score_any(families, batch, draw)
             found.update(zip(batch.rows, scores, strict=True))
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
-        for _ in range(self._passes_to_wait(batches)):
+        for _ in range(spare):
             self._score_any(families, _FIRST_ROW, draw)
         found = self._from_all_ranks(found)
         _check_finite(found.values())
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
 
-    def _passes_to_wait(self, batches: Sequence[RowBatch]) -> int:
+    def _spare_passes(self, batches: Sequence[RowBatch]) -> int:
         """Returns how many passes the busiest rank makes beyond this one's; collective."""
         own = sum(1 if self._is_alone else 1 + (batch.prefix > 0) for batch in batches)
         if self._num_ranks == 1:

@@ -41,7 +41,14 @@ TASKS: dict[str, list[dict[str, Any]]] = {
     ],
     "lambada": [{"text": "He saw the hat and took the hat"}],  # rows of one rank alone
 }
-TRANSITION = {"kind": "transition", "sequences_per_group": 4, "switch_step": 3}
+TRANSITION = {
+    "vocab_size": 257,
+    "num_layers": 2,
+    "layers_per_group": 2,
+    "feed_forward.sparse_layers": "all",
+    "feed_forward.num_experts": 4,
+    "feed_forward.router": {"kind": "transition", "sequences_per_group": 4, "switch_step": 3},
+}
 # ranks, model, and the other settings
 RUNS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "one rank": (1, MODEL, {}),
@@ -54,13 +61,7 @@ RUNS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
         MODEL,
         {"mesh": {"ep": 2, "dp_replicate": 2, "rebalance_every": 1, "replicas": 2}},
     ),
-    "scheduled": (
-        2,
-        tiny_config(
-            "transition", {"vocab_size": 257, "feed_forward.router": TRANSITION, "num_layers": 2}
-        ),
-        {"train__micro_batch": 4},
-    ),
+    "scheduled": (2, tiny_config("transition", TRANSITION), {"train__micro_batch": 4}),
     "rescaled": (1, tiny_config("x_moe_torchscale", {"vocab_size": 257}), {}),
 }
 
@@ -184,7 +185,7 @@ SOFT = {"kind": "soft", "slots_per_expert": 1}
         ({"tasks": {"helaswag": "TASKS"}}, "no task 'helaswag'; did you mean hellaswag?"),
         ({"tasks": {"copa": "TASKS"}}, r"evaluate.tasks.copa=.*no copa.jsonl or copa.jsonl.zst"),
         ({"tasks": {"boolq": "TASKS"}}, "'boolq' has no items"),
-        ({"tasks": {"wsc273": "TASKS"}}, r"wsc273.jsonl:1: .*"),
+        ({"tasks": {"wsc273": "TASKS"}}, "wsc273.jsonl.* line 1: field .continuation. is missing"),
         (
             {"tasks": {"siqa": "TASKS"}},
             "siqa: all 1 items have answers longer than data.seq_len=32",

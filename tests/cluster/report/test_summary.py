@@ -29,7 +29,6 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
     lines = [
         {"kind": "start", "generation": 1, "resumed_from_step": None},
         {"kind": "eval", "step": 0, "loss": 8.0},
-        {"kind": "scores", "step": 1, "piqa": 0.25, "copa": 0.5, "items": 9, "seconds": 2.5},
         *(
             {"kind": "train", "step": step, "loss": "nan" if step % 3 else 5.0, "tokens": step}
             | {"tokens_per_s": 9.0}
@@ -38,8 +37,13 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
         ),
         {"kind": "start", "generation": 2, "resumed_from_step": steps // 2},
         {"kind": "eval", "step": steps, "loss": 4.0},
-        {"kind": "scores", "step": steps + 1, "piqa": 0.75, "items": 9, "seconds": 2.5},
     ]
+    if has_experts:
+        scores = {"kind": "scores", "items": 9, "seconds": 2.5}
+        lines += [
+            scores | {"step": 1, "piqa": 0.25, "copa": 0.5},
+            scores | {"step": 2, "piqa": 0.75},
+        ]
     write_lines(run_dir / "metrics.jsonl", lines)
 
 
@@ -213,8 +217,9 @@ def test_panels_line_up_and_the_load_has_its_ceiling(tmp_path: Path, model, ceil
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
         draw_summary(tmp_path)
-    loss, rate, load = figures[0].axes
-    assert loss.get_xlim() == rate.get_xlim() == load.get_xlim()
+    loss, rate, scores, load = figures[0].axes
+    assert loss.get_xlim() == rate.get_xlim() == scores.get_xlim() == load.get_xlim()
+    assert [list(line.get_ydata()) for line in scores.lines] == [[0.25, 0.75], [0.5]]
     lines = [np.asarray(line.get_ydata())[0] for line in load.lines[1:]]
     assert lines == [ceiling] * bool(ceiling)
 
