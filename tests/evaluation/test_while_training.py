@@ -49,20 +49,25 @@ TRANSITION = {
     "feed_forward.num_experts": 4,
     "feed_forward.router": {"kind": "transition", "sequences_per_group": 4, "switch_step": 3},
 }
+RESCALED = {"vocab_size": 257, "feed_forward.router.evaluation_capacity_factor": None}
 # ranks, model, and the other settings
 RUNS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "one rank": (1, MODEL, {}),
     "compiled": (1, MODEL, {"train__compile": True}),
     "ep": (2, MODEL.changed({"feed_forward.router.expert_dropout": 0.3}), {"mesh__ep": 2}),
-    "fsdp": (2, MODEL, {"mesh__sharding": "fsdp"}),
-    "fsdp, tied": (2, MODEL.changed({"tied_head": True}), {"mesh__sharding": "fsdp"}),
+    "fsdp": (2, MODEL, {"mesh": {"sharding": "fsdp", "dp_shard": 2}}),
+    "fsdp, tied": (
+        2,
+        MODEL.changed({"tied_head": True}),
+        {"mesh": {"sharding": "fsdp", "dp_shard": 2, "ep": 2}},
+    ),
     "replicas": (
         4,
         MODEL,
         {"mesh": {"ep": 2, "dp_replicate": 2, "rebalance_every": 1, "replicas": 2}},
     ),
     "scheduled": (2, tiny_config("transition", TRANSITION), {"train__micro_batch": 4}),
-    "rescaled": (1, tiny_config("x_moe_torchscale", {"vocab_size": 257}), {}),
+    "rescaled": (1, tiny_config("x_moe_torchscale", RESCALED), {}),
 }
 
 
