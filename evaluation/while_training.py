@@ -23,10 +23,10 @@ from ..train.run import OpenRun
 from .group_context import refuse_future_readers
 from .restore import Restored, refuse_pairs, tokenizer_of_run
 from .scoring import open_scorer
-from .tasks.items import HUB, TaskItems, read_items, read_records, task_file
+from .tasks.items import HUB, TaskItems, read_items, read_records
 from .tasks.table import TASKS
 from .text import write_text
-from .zero_shot import encoder_of, first_score
+from .zero_shot import encoder_of, first_score, has_data
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +129,13 @@ def _check_task(name: str, place: str) -> None:
         raise ConfigError(
             f"evaluate.tasks: there is no task {name!r:.200}{hint} Tasks are {', '.join(TASKS)}"
         )
-    if place == HUB:
-        next(read_records(place, name, TASKS[name]), None)
-    elif task_file(Path(place), name) is None:
+    if not has_data(name, place if place == HUB else Path(place)):
         raise ConfigError(
-            f"evaluate.tasks.{name}={place}: there is no {name}.jsonl or {name}.jsonl.zst in this "
-            "folder; name the folder that has it, or hub for the published set"
+            f"evaluate.tasks.{name}={place}: has no data of this task: name the folder of "
+            f"{name}.jsonl or {name}.jsonl.zst, or hub, which has every task but cbt_style"
         )
+    if place == HUB:  # fetch it
+        next(read_records(place, name, TASKS[name]), None)
 
 
 def _check_prompt(prompt: str, restored: Restored) -> None:

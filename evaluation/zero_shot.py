@@ -182,7 +182,7 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
         if name == PAPER:
             found |= {one: TASKS[one] for one in (_there(n, data) for n in PAPER_TASKS)}
         elif name == "all":
-            found |= {one: task for one, task in TASKS.items() if _has(one, data)}
+            found |= {one: task for one, task in TASKS.items() if has_data(one, data)}
         else:
             found[name.rpartition(":")[2]] = _TASK.get(name)
     if not found:
@@ -202,13 +202,14 @@ _TASK = Registry(
 )
 
 
-def _has(name: str, data: Path | str) -> bool:
+def has_data(name: str, data: Path | str) -> bool:
+    """Returns whether a folder has the file of a task, or the hub its set."""
     return TASKS[name].hub is not None if data == HUB else task_file(Path(data), name) is not None
 
 
 def _there(name: str, data: Path | str) -> str:
     stand_in = STAND_INS.get(name)
-    return stand_in if stand_in and not _has(name, data) and _has(stand_in, data) else name
+    return stand_in if stand_in and not has_data(name, data) and has_data(stand_in, data) else name
 
 
 def encoder_of(restored: Restored, context: int | None = None) -> Encoder:

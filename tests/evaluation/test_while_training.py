@@ -188,14 +188,14 @@ SOFT = {"kind": "soft", "slots_per_expert": 1}
     ("changes", "message"),
     [
         ({"tasks": {"helaswag": "TASKS"}}, "no task 'helaswag'; did you mean hellaswag?"),
-        ({"tasks": {"copa": "TASKS"}}, r"evaluate.tasks.copa=.*no copa.jsonl or copa.jsonl.zst"),
+        ({"tasks": {"copa": "TASKS"}}, r"evaluate.tasks.copa=.*name the folder of copa.jsonl or"),
         ({"tasks": {"boolq": "TASKS"}}, "'boolq' has no items"),
         ({"tasks": {"wsc273": "TASKS"}}, "wsc273.jsonl.* line 1: field .continuation. is missing"),
         (
             {"tasks": {"siqa": "TASKS"}},
             "siqa: all 1 items have answers longer than data.seq_len=32",
         ),
-        ({"tasks": {"cbt_style": "hub"}}, "'cbt_style' is not on the hub"),
+        ({"tasks": {"cbt_style": "hub"}}, "cbt_style=hub: has no data"),
         ({"prompts": ["so " * 11]}, "'so so so .* has 33 tokens, and the model takes 1 to 32"),
         ({"prompts": ["a", ""]}, "'' has 0 tokens"),
         ({"prompts": ["a"], "router": SOFT}, "lets a position read later ones"),

@@ -156,10 +156,15 @@ class EvaluateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        if bool(self.every) != bool(self.tasks or self.prompts):
+        is_asked = bool(self.tasks or self.prompts)
+        if self.every and not is_asked:
             raise ValueError(
-                f"evaluate.every={self.every} with {len(self.tasks)} evaluate.tasks and "
-                f"{len(self.prompts)} evaluate.prompts evaluates nothing: set evaluate.every=1000, for "
-                "example, and name tasks or prompts, or set every=0, tasks={} and prompts=[]"
+                f"evaluate.every={self.every} evaluates nothing: name evaluate.tasks or "
+                "evaluate.prompts, or set evaluate.every=0"
+            )
+        if is_asked and not self.every:
+            raise ValueError(
+                "evaluate.tasks and evaluate.prompts need the steps between two evaluations: set "
+                "evaluate.every=1000, for example, or tasks={} and prompts=[]"
             )
         return self
