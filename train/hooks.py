@@ -21,6 +21,9 @@ from .run import OpenRun, Run, StepResult, save
 
 logger = logging.getLogger(__name__)
 
+Examine = Callable[[OpenRun], None]
+"""Does what `evaluate` asks for; collective. The ranks' program takes it from evaluation/."""
+
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 
 

@@ -25,7 +25,7 @@ from ..distributed.process.process import start_process
 from ..model.execution.precision import forward_in, products_dtype
 from .config.run_config import Config
 from .config.schedule import learning_rate_at
-from .hooks import HOOKS, evaluate_run, finish, is_logged
+from .hooks import HOOKS, Examine, evaluate_run, finish, is_logged
 from .loss import micro_batch_loss
 from .metrics.run_lines import write_start
 from .metrics.sinks import check_sinks, open_metrics
@@ -44,15 +44,8 @@ from .run import OpenRun, Run, StepResult, assemble, resume
 from .state import check_state, seed_micro_batch
 
 
-def train(
-    config: Config, run_dir: Path, *, examine: Callable[[OpenRun], None] | None = None
-) -> str:
+def train(config: Config, run_dir: Path, *, examine: Examine | None = None) -> str:
     """Trains to the last step, or to the next step boundary after a stop request.
-
-    Args:
-        config: the run's configuration.
-        run_dir: its folder.
-        examine: does what `evaluate` asks for, on all ranks; None: the run has no `evaluate.every`.
 
     Returns:
         "finished" or "stopped", as in the run folder's result.json.

@@ -68,8 +68,7 @@ class RunState:
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
-    # at the present step, on all ranks: the "validation" loss, and tasks' accuracies by their names
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)  # at this step, by name; on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)

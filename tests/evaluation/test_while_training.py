@@ -29,7 +29,7 @@ from moebius.train.hooks import HOOKS, save_checkpoint
 from moebius.train.record.heartbeat import FOLDER, Phase, page_of, read_page
 
 PROMPT, ITEMS = "the band", 3
-SAMPLING = while_training._SAMPLING | {"num_tokens": 6}
+SAMPLING: dict[str, Any] = while_training._SAMPLING | {"num_tokens": 6}
 TASKS: dict[str, list[dict[str, Any]]] = {
     "arc_easy": [
         {"question": f"What is {n}?", "choices": ["one", "two", "three", "four"], "label": n % 4}
