@@ -21,6 +21,9 @@ as many without them by turns, and the median ratio (goal: ≤ 1.01).
 With --soak, only the memory of both ranks of `moebius train` with EP 2 is measured, over so many
 steps with a checkpoint every 50 (results/soak.json, 5 minutes).
 
+With --examine, only `evaluate.every` is measured, on two ranks of the recipe smoke with EP 2: seconds
+for 200 items of a task with four answers, and for one prompt (results/examine.json, 1 minute).
+
 Exits with 1 if a goal is missed. Takes about 12 minutes on 2 cores and writes
 results/overhead.json. With --long-steps 0 it skips question 4, takes half the time and writes
 results/overhead_step.json.
@@ -88,6 +91,7 @@ def main() -> None:
     )  # a rank of the bare run: its run folder
     parser.add_argument("--norms", type=int, metavar="STEPS", help="measure only norms by part")
     parser.add_argument("--soak", type=int, metavar="STEPS", help="measure only two ranks' memory")
+    parser.add_argument("--examine", action="store_true", help="measure only evaluate.every")
     options = parser.parse_args()
     if options.bare is not None:
         run_bare(options.bare)
@@ -96,6 +100,9 @@ def main() -> None:
         compare_norms(options.norms)
     if options.soak:
         soak(options.soak)
+        return
+    if options.examine:
+        time_examinations()
         return
     with tempfile.TemporaryDirectory() as scratch:
         figures = measure(Path(scratch), options)
@@ -201,6 +208,44 @@ def soak(steps: int) -> None:
     facts = {"steps": steps, "layout": "1 node × 2 ranks, EP 2", "resident_mib": parts}
     print(f"written: {save('soak', facts | {'growth_mib': growth})}")
     raise SystemExit(0 if max(growth.values()) <= 4.0 else 1)
+
+
+def time_examinations(items: int = 200, times: int = 4) -> None:
+    """Times scores and samples of a run, beside its steps; the first time is left out."""
+    with tempfile.TemporaryDirectory() as scratch:
+        questions = [
+            {
+                "question": f"What is {n}?",
+                "choices": ["one", "two", "three", "four"],
+                "label": n % 4,
+            }
+            for n in range(items)
+        ]
+        (Path(scratch) / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
+        asked = (f"evaluate.tasks.arc_easy={scratch}", 'evaluate.prompts="The "')
+        changes = (*asked, "evaluate.every=10", f"train.steps={10 * times}", "train.eval_rows=16")
+        layout = ("job.num_nodes=1", "job.ranks_per_node=2", "mesh.ep=2", "mesh.dp_replicate=1")
+        run_dir = Path(scratch) / "run"
+        config = make_config(Path(scratch), *changes, *layout)
+        status = train_here(config, run_dir, console=Console(file=io.StringIO()))
+        if status.exit_code:
+            raise SystemExit(f"the job failed: {status.reason}")
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    by_kind = {
+        kind: [line for line in lines if line["kind"] == kind]
+        for kind in ("train", "scores", "samples")
+    }
+    pairs = zip(by_kind["scores"][1:], by_kind["samples"][1:], strict=True)
+    facts = {
+        "layout": "1 node × 2 ranks, EP 2, recipe smoke",
+        "step_s": statistics.median(line["step_s"] for line in by_kind["train"]),
+        f"scores_s_of_{items}_items": statistics.median(
+            line["seconds"] for line in by_kind["scores"][1:]
+        ),
+        "sample_s": statistics.median(text["time"] - score["time"] for score, text in pairs),
+    }
+    print(facts)
+    print(f"written: {save('examine', facts)}")
 
 
 def _medians_mib(values: list[int], parts: int = 8) -> list[float]:

@@ -100,8 +100,16 @@ def refusals(
     # only what prepares data is still unknown
     trust(config.model_dump(mode="json", exclude={"prepare"}))
     check_run(config, run_dir, source)
+    _check_evaluation(config)
     if config.train.epochs is None:  # else `begin_run` counts its steps
         rate_lines(config, run_dir, source)
+
+
+def _check_evaluation(config: Config) -> None:
+    if config.evaluate.every:
+        from ..evaluation.while_training import check_evaluation  # which imports torch
+
+        check_evaluation(config)
 
 
 def make_launch(
@@ -183,6 +191,7 @@ def begin_run(config: Config, launch: Launch, console: Console) -> Launch:
         launch = replace(launch, configuration=_as_text(config))
         if note := check_data(config, run_dir, is_whole=not launch.prepares_data):
             console.print(Text(note), soft_wrap=True)
+        _check_evaluation(config)
         for at, line in enumerate(rate_lines(config, run_dir, source)):
             console.print(Text(line, style="yellow" if at else ""), soft_wrap=True)
     if step is not None and not (run_dir / CONFIG).exists():

@@ -8,18 +8,20 @@
 
 A model whose rows compete for capacity is asked row by row, without padding. A model that routes
 sequences together needs a group context (group_context.py), a whole group for every row and draw.
-With several ranks, each takes every n-th family, and all get all results.
+With several ranks, each takes every n-th family, and all get all results. All make equally many
+passes, so the model may be one in training, whose experts and weights are on other ranks.
 
 Legend: R rows of a batch, S tokens of the longest end, D width, N scored positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.process.json_messages import all_gather_json
 from ..distributed.process.process import Process
@@ -37,6 +39,8 @@ from .restore import Restored
 
 _GPU_PASS_TOKENS = 2**13  # tokens that a GPU computes in the time of launching a pass
 _LOGITS = 2**21  # in memory at a time, in float64
+_FIRST_ROW = RowBatch(((0, (0,)),), 0)  # one pass
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Scorer:
     """Scores families of rows with one model, on one rank or on all.
 
     Args:
-        model: in evaluation mode, whole on every rank.
+        model: in evaluation mode, whole on every rank or distributed over them.
         text: source of group contexts; None if the model needs none.
         rank: this rank.
         num_ranks: number of ranks; more than one need a process group.
@@ -94,18 +98,36 @@ class Scorer:
             families: rows that may begin alike.
             draw: number of the group context, if the model needs one.
             advance: called with finished rows, of this rank and about as many of each other rank.
+
+        Raises:
+            ValueError: on all ranks: a log-probability is not finite.
         """
         found: dict[tuple[int, int], RowScore] = {}
-        for batch in self._batches(families):
-            if self._is_alone:
-                scores = [self._score_alone(families, place, draw) for place in batch.rows]
-            else:
-                scores = self._score_batch(families, batch)
+        batches = list(self._batches(families))
+        spare = self._spare_passes(batches)
+        for batch in batches:
+            scores = self._score_any(families, batch, draw)
             found.update(zip(batch.rows, scores, strict=True))
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
+        for _ in range(spare):
+            self._score_any(families, _FIRST_ROW, draw)
         found = self._from_all_ranks(found)
+        _check_finite(found.values())
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
+
+    def _spare_passes(self, batches: Sequence[RowBatch]) -> int:
+        """Returns how many passes the busiest rank makes beyond this one's; collective."""
+        own = sum(1 if self._is_alone else 1 + (batch.prefix > 0) for batch in batches)
+        if self._num_ranks == 1:
+            return 0
+        assert dist.group.WORLD is not None
+        return max(all_gather_json(own, dist.group.WORLD)) - own
+
+    def _score_any(self, families: Sequence[Family], batch: RowBatch, draw: int) -> list[RowScore]:
+        if self._is_alone:
+            return [self._score_alone(families, place, draw) for place in batch.rows]
+        return self._score_batch(families, batch)
 
     def _batches(self, families: Sequence[Family]) -> Iterator[RowBatch]:
         if self._is_alone:
@@ -124,19 +146,22 @@ class Scorer:
         if past:
             heads = [families[f][members[0]].tokens[:past] for f, members in batch.families]
             cache = self._model.new_cache()
-            self._hidden(self._tensor(heads), cache)
+            self._run(self._tensor(heads), cache, lambda hidden_BSD: None)
             counts = torch.tensor([len(members) for _, members in batch.families])
             family_R = torch.arange(len(counts)).repeat_interleave(counts)
             cache = [_repeated(layer, family_R) for layer in cache]
         ends = [row.tokens[past:-1] for row in rows]
         longest = max(map(len, ends))
         padded = [end + (0,) * (longest - len(end)) for end in ends]
-        hidden_RSD = self._hidden(self._tensor(padded), cache)
-        return self._read_out(
-            [hidden_RSD[r, len(end) - row.num_scored : len(end)]
-             for r, (row, end) in enumerate(zip(rows, ends, strict=True))],
-            rows,
-        )  # fmt: skip
+
+        def read(hidden_RSD: Tensor) -> list[RowScore]:
+            scored = [
+                hidden_RSD[r, len(end) - row.num_scored : len(end)]
+                for r, (row, end) in enumerate(zip(rows, ends, strict=True))
+            ]
+            return self._read_out(scored, rows)
+
+        return self._run(self._tensor(padded), cache, read)
 
     def _score_alone(
         self, families: Sequence[Family], place: tuple[int, int], draw: int
@@ -145,21 +170,32 @@ class Scorer:
         row = families[place[0]][place[1]]
         request_S = self._tensor([row.tokens[:-1]])[0]
         group_BS, number = drawn_group(self._model, request_S, self.text, key=(*place, draw))
-        hidden_BSD = self._hidden(group_BS, None)
-        return self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0]
-
-    def _hidden(self, tokens_BS: Tensor, cache: list[LayerCache] | None) -> Tensor:
-        """Returns the head's input, without the head's product."""
-        read: list[Tensor] = []
-        handle = self._model.head.register_forward_pre_hook(
-            lambda module, inputs: read.append(inputs[0])
+        return self._run(
+            group_BS,
+            None,
+            lambda hidden_BSD: self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0],
         )
+
+    def _run(
+        self, tokens_BS: Tensor, cache: list[LayerCache] | None, read: Callable[[Tensor], _Read]
+    ) -> _Read:
+        """Runs the model without the head's product; returns what `read` makes of the head's input.
+
+        It is read inside the pass, while a sharded head is gathered.
+        """
+        found: list[_Read] = []
+
+        def read_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            handle.remove()  # `read` calls the head again
+            found.append(read(inputs[0]))
+
+        handle = self._model.head.register_forward_hook(read_input)
         nothing_BS = torch.zeros(tokens_BS.shape, dtype=torch.bool)
         try:
             self._model(tokens_BS, cache, targets_BS=tokens_BS, loss_mask_BS=nothing_BS)
         finally:
             handle.remove()
-        return read[0]
+        return found[0]
 
     def _read_out(self, hidden: Sequence[Tensor], rows: Sequence[Row]) -> list[RowScore]:
         """Returns the scores of rows from the hidden rows of their scored positions."""
@@ -175,11 +211,6 @@ class Scorer:
             greedy.append(logits_NV.argmax(-1))
         ends = np.cumsum([row.num_scored for row in rows])[:-1]
         log_p_N, greedy_N = torch.cat(log_p).cpu().numpy(), torch.cat(greedy).cpu().numpy()
-        if not np.isfinite(log_p_N).all():
-            raise ValueError(
-                "the model's log-probabilities are not finite because its weights hold inf or nan; "
-                "take an earlier checkpoint (--step)"
-            )
         return [
             RowScore(*parts)
             for parts in zip(np.split(log_p_N, ends), np.split(greedy_N, ends), strict=True)
@@ -204,6 +235,14 @@ class Scorer:
             for share in shares
             for f, r, log_p, greedy in share
         }
+
+
+def _check_finite(scores: Iterable[RowScore]) -> None:
+    if not all(np.isfinite(score.log_probability_S).all() for score in scores):
+        raise ValueError(
+            "the model's log-probabilities are not finite because its weights hold inf or nan; "
+            "take an earlier checkpoint (--step)"
+        )
 
 
 def open_scorer(restored: Restored, process: Process | None = None, *, seed: int = 0) -> Scorer:

@@ -143,7 +143,7 @@ def measure_tasks(
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
         refuse_pairs(restored)
-        encoder = _encoder(restored, context)
+        encoder = encoder_of(restored, context)
         scorer = open_scorer(restored, process, seed=seed)
         items = [read_items(name, task, data, encoder, limit) for name, task in chosen.items()]
         if too_long == "fail":
@@ -187,7 +187,7 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
         if name == PAPER:
             found |= {one: TASKS[one] for one in (_there(n, data) for n in PAPER_TASKS)}
         elif name == "all":
-            found |= {one: task for one, task in TASKS.items() if _has(one, data)}
+            found |= {one: task for one, task in TASKS.items() if has_data(one, data)}
         else:
             found[name.rpartition(":")[2]] = _TASK.get(name)
     if not found:
@@ -207,16 +207,22 @@ _TASK = Registry(
 )
 
 
-def _has(name: str, data: Path | str) -> bool:
+def has_data(name: str, data: Path | str) -> bool:
+    """Returns whether a folder has the file of a task, or the hub its set."""
     return TASKS[name].hub is not None if data == HUB else task_file(Path(data), name) is not None
 
 
 def _there(name: str, data: Path | str) -> str:
     stand_in = STAND_INS.get(name)
-    return stand_in if stand_in and not _has(name, data) and _has(stand_in, data) else name
+    return stand_in if stand_in and not has_data(name, data) and has_data(stand_in, data) else name
 
 
-def _encoder(restored: Restored, context: int | None) -> Encoder:
+def encoder_of(restored: Restored, context: int | None = None) -> Encoder:
+    """Returns the maker of rows with a run's tokenizer; `context` None: as long as in training.
+
+    Raises:
+        ValueError: the tokenizer is missing, or the model has fewer learned positions.
+    """
     tokenizer = tokenizer_of_run(restored)
     learned = restored.config.model.attention.max_positions
     if context is not None and learned is not None and context > learned:
@@ -238,6 +244,19 @@ def _judged(
     advance = None if on_task is None else on_task(items.name, num_rows)
     scores = [scorer.score(families, draw=draw, advance=advance) for draw in range(draws)]
     return [judge(questions, one) for one in scores]
+
+
+def first_score(items: TaskItems, scorer: Scorer, advance: Advance) -> float:
+    """Returns a task's first metric, an accuracy: the paper's, or the harness's acc; collective.
+
+    Args:
+        items: of the task.
+        scorer: of the model.
+        advance: called with finished rows.
+    """
+    judged = _judged(items, scorer, 1, lambda _name, _rows: advance)
+    metric = items.task.metrics[0]
+    return estimate(items.questions, judged, metric, drawn=False).value
 
 
 def item_rows(

@@ -49,7 +49,12 @@ def _train() -> None:
     run_dir = Path(sys.argv[1])
     stored = run_dir / os.environ.get(CONFIG_VARIABLE, "config.json")
     config = with_mesh_of(Config.load(stored), os.environ)
-    state = (dry_run if is_dry else train)(config, run_dir)
+    examine = None
+    if config.evaluate.every and not is_dry:
+        from ..evaluation.while_training import Examiner  # a program joins the floors
+
+        examine = Examiner()
+    state = dry_run(config, run_dir) if is_dry else train(config, run_dir, examine=examine)
     logging.getLogger(__name__).info("%s", state)
 
 

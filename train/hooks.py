@@ -21,6 +21,9 @@ from .run import OpenRun, Run, StepResult, save
 
 logger = logging.getLogger(__name__)
 
+Examine = Callable[[OpenRun], None]
+"""Does what `evaluate` asks for; collective. The ranks' program takes it from evaluation/."""
+
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 
 
@@ -95,6 +98,19 @@ def evaluate_validation(run: OpenRun, result: StepResult) -> None:
         run.restart_clock()
 
 
+def score_and_sample(run: OpenRun, result: StepResult) -> None:
+    """Scores tasks and continues prompts every `evaluate.every` steps and at the end, unless stopped."""
+    every, step = run.config.evaluate.every, run.progress.step
+    is_last = step == run.config.train.steps
+    judges = run.config.checkpoint.keep_best in run.config.evaluate.tasks
+    if every and (is_last or (due(step, every) and (judges or not result.stop))):
+        assert run.examine is not None, "evaluate.every needs train(…, examine=Examiner())"
+        run.model.before_step(step)  # a scheduled router is as the next step would use it
+        with run.heartbeat.during(Phase.EVAL):
+            run.examine(run)
+        run.restart_clock()
+
+
 def save_checkpoint(run: OpenRun, result: StepResult) -> None:
     """Saves every `checkpoint.every` steps, after the last, and what is to stay for good."""
     step, keys = run.progress.step, run.config.checkpoint
@@ -120,7 +136,8 @@ HOOKS: tuple[Callable[[OpenRun, StepResult], None], ...] = (
     log_spike,
     move_experts,
     evaluate_validation,
-    save_checkpoint,  # after all that measures, because a checkpoint holds its scores
+    score_and_sample,
+    save_checkpoint,  # after all that measures: a checkpoint holds its scores, and no resume skips one
     log_checkpoints,
 )
 

@@ -25,7 +25,7 @@ from ..distributed.process.process import start_process
 from ..model.execution.precision import forward_in, products_dtype
 from .config.run_config import Config
 from .config.schedule import learning_rate_at
-from .hooks import HOOKS, evaluate_run, finish, is_logged
+from .hooks import HOOKS, Examine, evaluate_run, finish, is_logged
 from .loss import micro_batch_loss
 from .metrics.run_lines import write_start
 from .metrics.sinks import check_sinks, open_metrics
@@ -44,7 +44,7 @@ from .run import OpenRun, Run, StepResult, assemble, resume
 from .state import check_state, seed_micro_batch
 
 
-def train(config: Config, run_dir: Path) -> str:
+def train(config: Config, run_dir: Path, *, examine: Examine | None = None) -> str:
     """Trains to the last step, or to the next step boundary after a stop request.
 
     Returns:
@@ -71,7 +71,8 @@ def train(config: Config, run_dir: Path) -> str:
             clock.mark("loader")
             first_step, active = parts.state.first_step, process.rank == 0
             metrics = open_metrics(config, run_dir, active=active, first_step=first_step)
-            run = OpenRun(**vars(parts), loader=loader, log=logs.enter_context(metrics))
+            log = logs.enter_context(metrics)
+            run = OpenRun(**vars(parts), loader=loader, log=log, examine=examine)
             write_start(run, resumed, clock.rounded())
             state = train_steps(run)
         finish(run, state)

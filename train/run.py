@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ class OpenRun(Run):
 
     loader: Loader
     log: MetricsLog
+    examine: Callable[["OpenRun"], None] | None = None  # evaluation/while_training.py
 
     def restart_clock(self) -> None:
         """Restarts the measurement of step times."""

@@ -49,6 +49,7 @@ class History:
     loss: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     average: dict[int, float] = field(default_factory=dict)  # validation loss of averaged weights
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)  # accuracy by task and step
     tokens_per_s: dict[int, float] = field(default_factory=dict)
     learning_rate: dict[int, float] = field(default_factory=dict)
     hottest: dict[int, float] = field(default_factory=dict)  # the most loaded expert ÷ mean
@@ -69,7 +70,12 @@ class History:
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Adds decoded lines, in the order of the file; skips those that lack what it needs."""
-        take = {"start": self._add_start, "train": self._add_train, "eval": self._add_eval}
+        take = {
+            "start": self._add_start,
+            "train": self._add_train,
+            "eval": self._add_eval,
+            "scores": self._add_scores,
+        }
         for line in lines:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 take[line["kind"]](line)
@@ -107,6 +113,10 @@ class History:
         if "average_loss" in line:
             self.average[line["step"]] = float(line["average_loss"])
 
+    def _add_scores(self, line: Mapping[str, Any]) -> None:
+        for task, accuracy in scores_of(line).items():
+            self.scores.setdefault(task, {})[line["step"]] = accuracy
+
 
 def read_history(run_dir: Path) -> History:
     """Reads the history of a run folder; it is empty if nothing was measured."""
@@ -120,6 +130,12 @@ def begin_history(run_dir: Path) -> tuple[History, JsonLinesTail]:
     history, end = History(), JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=END_BYTES)
     history.add(sampled(run_dir / METRICS, end=end.offset))
     return history, end
+
+
+def scores_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the accuracies in a line about scores, by task."""
+    others = ("time", "seconds")
+    return {k: v for k, v in line.items() if isinstance(v, float) and k not in others}
 
 
 def describe_trouble(line: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ MAX_LINE = 16 << 20
 _WHOLE_BYTES = 4 << 20  # of a file that is read whole rather than sampled
 _WINDOWS = 2000
 _WINDOW_BYTES = 128 << 10
-_RARE = re.compile(rb'\n\{"kind": "(?:eval|start)"')
+_RARE = re.compile(rb'\n\{"kind": "(?:eval|scores|start)"')
 _RARE_IN_WINDOW = 2  # rare lines that are taken from one window
 _MAY_HOLD_CONTROLS = re.compile(rb"\\u|\\[bfr]|[\x7f\xc2\xe2]")
 
@@ -171,7 +171,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     ),
     **dict.fromkeys(("grad_norm", "loss_limit", "grad_norm_limit"), _is_measured),
     "loss": _or_none(_is_measured),  # of a step without counted targets
-    **dict.fromkeys(("path", "why", "of", "stage", "news", "name"), _is_text),
+    **dict.fromkeys(("path", "why", "of", "stage", "news", "name", "prompt", "text"), _is_text),
     **dict.fromkeys(("error", "reason"), _or_none(_is_text)),
     **dict.fromkeys(("tokens_per_s", "eta_s"), _or_none(_is_number)),
     **dict.fromkeys(("max_violation", "effective_experts"), _list_of(_is_number)),
@@ -186,6 +186,8 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 _WANTED: Mapping[str | None, set[str]] = {
     "train": {"step", "loss"},
     "eval": {"step", "loss"},
+    "scores": {"step"},
+    "samples": {"step", "prompt", "text"},
     "checkpoint": {"step", "seconds"},
     "checkpoint_copy": {"step"},
     "checkpoint_set_aside": {"step", "resumed_from_step", "path", "why"},

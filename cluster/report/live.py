@@ -33,7 +33,7 @@ from ..job import (
 )
 from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
-from .history import ExpertLoad, History, begin_history, spell_number
+from .history import ExpertLoad, History, begin_history, scores_of, spell_number
 from .json_lines import JsonLinesTail
 from .run_report import pace_words, short_cause
 from .summary import STATE_STYLES, describe_start
@@ -46,6 +46,7 @@ PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 _PAGE_WIDTH = 100  # characters, of the view in a notebook
 _PAGE_EVENTS = 12  # lines above it
+_SAMPLE_CHARS = 200  # at most, of a sample in an event
 BACKLOG_BYTES = 1 << 20  # at most, of a preparation's records read before the view appears
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -118,6 +119,12 @@ class View:
                 if "average_loss" in line:
                     words += f", {spell_number(line['average_loss'])} with averaged weights"
                 return Event(at, words, "cyan")
+            case "scores" if scores := scores_of(line):
+                words = ", ".join(f"{task} {accuracy:.3f}" for task, accuracy in scores.items())
+                return Event(at, f"scores at step {line['step']}: {words}", "cyan")
+            case "samples":
+                words = " ".join(f"{line['prompt']}{line['text']}".split())
+                return Event(at, f"sample at step {line['step']}: {words:.{_SAMPLE_CHARS}}", "dim")
             case "data_wait":
                 reason = line.get("reason") or "a slow rank"
                 seconds = duration(line["seconds"])

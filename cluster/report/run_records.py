@@ -33,7 +33,7 @@ Record = dict[str, Any]
 OnRecord = Callable[[Record], object]
 _TELL_S = 0.2  # between two looks for new records
 
-_ONCE_A_STEP = ("train", "eval")
+_ONCE_A_STEP = ("train", "eval", "scores", "samples")
 
 
 @checked
@@ -221,7 +221,8 @@ def _last_of_each_step(records: Iterable[Record]) -> list[Record]:
     found: dict[Any, Record] = {}
     for number, record in enumerate(records):
         kind = record.get("kind")
-        key = (kind, record["step"]) if kind in _ONCE_A_STEP else number
+        is_once = kind in _ONCE_A_STEP
+        key = (kind, record["step"], record.get("prompt")) if is_once else number
         found.pop(key, None)  # move it to its later position
         found[key] = _with_numbers(record)
     return list(found.values())

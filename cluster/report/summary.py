@@ -78,6 +78,9 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
     if history.average:
         loss = history.average[max(history.average)]
         rows.append(("averaged weights", f"{loss:.4f}   (perplexity {_exp(loss)})"))
+    if history.scores:
+        words = ", ".join(_score(task, values) for task, values in history.scores.items())
+        rows.append(("scores", words))
     if history.step is not None:
         rows.append(("training", _training(status, history)))
     if (record := last_record(status.run_dir)) is not None:
@@ -91,6 +94,11 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
     if picture is not None:
         rows.append(("picture", str(picture)))
     return rows
+
+
+def _score(task: str, accuracy: Mapping[int, float]) -> str:
+    first, last = accuracy[min(accuracy)], accuracy[max(accuracy)]
+    return f"{task} {last:.3f}" if len(accuracy) == 1 else f"{task} {first:.3f} → {last:.3f}"
 
 
 def _training(status: JobStatus, history: History) -> str:
@@ -145,7 +153,7 @@ def _exp(loss: float) -> str:
 
 
 def draw_summary(run_dir: Path) -> Path:
-    """Draws the loss, the learning rate and, if there are experts, the load of the most loaded one.
+    """Draws the loss, the learning rate and, if there are any, scores and the most loaded expert's load.
 
     Returns the PNG: summary.png in the run folder.
     """
@@ -154,7 +162,8 @@ def draw_summary(run_dir: Path) -> Path:
     from matplotlib.figure import Figure
 
     history = read_history(run_dir)
-    path, heights = run_dir / PICTURE, [4.6, 1.8, 3.0] if history.hottest else [4.6, 1.8]
+    path, heights = run_dir / PICTURE, [4.6, 1.8]
+    heights += [3.0] * (bool(history.scores) + bool(history.hottest))
     figure: Any = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     rows = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -163,8 +172,10 @@ def draw_summary(run_dir: Path) -> Path:
     rates = sorted(history.learning_rate.items())
     rows[1].plot(*zip(*rates, strict=True) if rates else ([], []), color=_MEAN, linewidth=2.0)
     rows[1].margins(x=0.01)
+    if history.scores:
+        _draw_scores(rows[2], history)
     if history.hottest:
-        _draw_hottest(rows[2], history, ceiling=_ceiling(run_dir, history))
+        _draw_hottest(rows[-1], history, ceiling=_ceiling(run_dir, history))
     rows[-1].set_xlabel("training step", fontsize=11)
     figure.savefig(path)
     return path
@@ -220,6 +231,15 @@ def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection
         label = None if name in labelled else name
         axes.axvline(start.reached or 0, label=label, **style)
         labelled.add(name)
+    axes.legend(frameon=False, fontsize=10.5, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_scores(axes: Any, history: History) -> None:
+    _label(axes, "scores on zero-shot tasks", "accuracy")
+    for task, accuracy in history.scores.items():
+        steps = sorted(accuracy)
+        axes.plot(steps, [accuracy[step] for step in steps], "o-", markersize=5, label=task)
+    axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=10.5, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 

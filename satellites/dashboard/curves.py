@@ -42,6 +42,10 @@ class Curves:
         self.validation: dict[int, float] = {}
         self.average: dict[int, float] = {}
         """Validation loss of the averaged weights."""
+        self.scores: dict[str, dict[int, float]] = {}
+        """Accuracy by task and step."""
+        self.samples: dict[str, tuple[int, str]] = {}
+        """Step and text of each prompt's newest continuation."""
         self.tokens_per_s: dict[int, float] = {}
         self.learning_rate: dict[int, float] = {}
         self.grad_norm: dict[int, float] = {}
@@ -75,6 +79,10 @@ class Curves:
                 self.validation[record["step"]] = record["loss"]
                 if "average_loss" in record:
                     self.average[record["step"]] = record["average_loss"]
+            case "scores":
+                self._add_scores(record)
+            case "samples":
+                self.samples[record["prompt"]] = record["step"], record["text"]
             case "checkpoint" if not record.get("error"):
                 self._tell(record, "checkpoint")
 
@@ -100,6 +108,11 @@ class Curves:
             self._tell(record, "the update was skipped: a gradient was not finite")
         self._num_skipped = skipped
         self._add_loads(step, record.get("expert_load"))
+
+    def _add_scores(self, record: Record) -> None:
+        for task, value in record.items():
+            if isinstance(value, float) and task not in ("time", "seconds"):
+                self.scores.setdefault(task, {})[record["step"]] = value
 
     def _add_loads(self, step: int, loads: list[list[float]] | None) -> None:
         if not loads or step % self._stride:

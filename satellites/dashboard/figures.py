@@ -5,6 +5,7 @@ Colors are those of Okabe and Ito, distinguishable with any color vision, and ci
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any, Literal
 
 import plotly.graph_objects as go
@@ -15,6 +16,7 @@ from .curves import Axis, Curves, FollowedRun, place, points, smoothed
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS_TITLES = {"step": "step", "tokens": "tokens", "hours": "hours since the first step"}
 _MAX_INTERRUPTIONS = 50  # the newest ones, marked in a figure
+_DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
 _FULL = 3  # times the mean; the color scale ends here
 _ROW_PX, _REST_PX = 130, 110  # of the picture of loads
 
@@ -40,6 +42,16 @@ def throughput_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
         x, y = points(run.curves, run.curves.tokens_per_s, axis)
         _add_line(figure, run.name, x, y, color=colour)
         _mark_interruptions(figure, run.curves, axis, colour)
+    return figure
+
+
+def score_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
+    """Draws the accuracy on every task that was scored during training."""
+    figure = _figure("accuracy", axis)
+    for run, colour in _coloured(runs):
+        for (task, values), dash in zip(run.curves.scores.items(), cycle(_DASHES), strict=False):
+            x, y = points(run.curves, values, axis)
+            _add_line(figure, f"{run.name}: {task}", x, y, color=colour, dash=dash)
     return figure
 
 

@@ -12,6 +12,7 @@ from .figures import (
     imbalance_figure,
     load_figure,
     loss_figure,
+    score_figure,
     throughput_figure,
     value_figure,
 )
@@ -45,12 +46,14 @@ def make_page(runs: Runs) -> Dash:
 
     @page.callback(
         Output("loss", "figure"),
+        Output("scores", "figure"),
         Output("throughput", "figure"),
         Output("rate", "figure"),
         Output("norm", "figure"),
         Output("imbalance", "figure"),
         Output("load", "figure"),
         Output("stand", "children"),
+        Output("samples", "children"),
         Output("events", "children"),
         Input("chosen", "value"),
         Input("axis", "value"),
@@ -65,12 +68,14 @@ def make_page(runs: Runs) -> Dash:
         with_loads = next((run for run in chosen if run.name == load_of), None)
         return (
             loss_figure(chosen, axis, smoothing),
+            score_figure(chosen, axis),
             throughput_figure(chosen, axis),
             value_figure(chosen, axis, "learning rate", "learning_rate"),
             value_figure(chosen, axis, "gradient norm", "grad_norm"),
             imbalance_figure(chosen, axis),
             load_figure(with_loads, axis),
             stand_table(chosen),
+            sample_table(chosen),
             event_table(chosen),
         )
 
@@ -91,12 +96,14 @@ def _layout(runs: Runs) -> html.Main:
         _card(
             "Loss (line: training, diamonds: validation, open: of averaged weights)", _graph("loss")
         ),
+        _card("Scores on zero-shot tasks", _graph("scores")),
         _card("Throughput", _graph("throughput")),
         _card("Learning rate", _graph("rate")),
         _card("Gradient norm, before clipping", _graph("norm")),
         _card("Imbalance", _graph("imbalance")),
         _card("How they stand", html.Div(id="stand")),
         _card("Expert load of", dcc.Dropdown([], id="load-of", clearable=False), _graph("load")),
+        _card("What they write", html.Div(id="samples", className="events")),
         _card("What happened", html.Div(id="events", className="events")),
     ]
     return html.Main(
@@ -158,6 +165,23 @@ def _pace(newest: Record, *, goes_on: bool) -> tuple[str, str, str]:
         f"{newest['passes']:.2f}" if "passes" in newest else "–",
         f"{newest['mfu']:.1%}" if "mfu" in newest else "–",
     )
+
+
+def sample_table(runs: Sequence[FollowedRun]) -> html.Table:
+    """Returns the newest continuation of every prompt."""
+    head = [html.Th("run"), html.Th("step", className="number"), html.Th("prompt and text")]
+    rows = [
+        html.Tr(
+            [
+                html.Td(run.name),
+                html.Td(f"{step:,}", className="number"),
+                html.Td([html.B(prompt), text]),
+            ]
+        )
+        for run in runs
+        for prompt, (step, text) in run.curves.samples.items()
+    ]
+    return html.Table([html.Tr(head), *rows])
 
 
 def event_table(runs: Sequence[FollowedRun]) -> html.Table:

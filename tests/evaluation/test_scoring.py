@@ -1,6 +1,7 @@
 """Scores of rows, against a plain pass over each row and sums by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,13 +69,13 @@ def test_what_is_shared_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shared_length([Row((1, 2, 3), 1), Row((1, 2, 4), 2)]) == 0
     assert shared_length([Row((1, 2, 3, 4), 1), Row((1, 7, 3, 4), 1)]) == 1
     computed = []
-    plain = Scorer._hidden
+    plain = Scorer._run
 
-    def counting(self: Scorer, tokens: torch.Tensor, cache: object) -> torch.Tensor:
+    def counting(self: Scorer, tokens: torch.Tensor, *given: Any) -> Any:
         computed.append(tokens.numel())
-        return plain(self, tokens, cache)  # type: ignore[arg-type]
+        return plain(self, tokens, *given)
 
-    monkeypatch.setattr(Scorer, "_hidden", counting)
+    monkeypatch.setattr(Scorer, "_run", counting)
     shared = Scorer(model).score([family])
     assert computed == [40, 10 * 2]
     computed.clear()

@@ -39,7 +39,7 @@ from .arguments import checked
 from .errors import ConfigError
 from .job_config import JobConfig
 from .schedule import SCHEDULE
-from .train_config import TrainConfig
+from .train_config import EvaluateConfig, TrainConfig
 from .validation import check_keys, validated
 
 
@@ -55,6 +55,7 @@ class Config(BaseModel):
     kernels: Annotated[KernelConfig, MAY_CHANGE] = KernelConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    evaluate: Annotated[EvaluateConfig, MAY_CHANGE] = EvaluateConfig()
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
     job: Annotated[JobConfig, MAY_CHANGE] = JobConfig()
 
@@ -261,13 +262,13 @@ class Config(BaseModel):
     def _check_best(self) -> Self:
         """Checks that the run measures by what `checkpoint.keep_best` chooses."""
         best, prepare = self.checkpoint.keep_best, self.prepare
-        # The tasks of a section `evaluate` belong here, too, each with the value of evaluate.every.
-        every = {"validation": self.train.eval_every}
+        every = dict.fromkeys(self.evaluate.tasks, self.evaluate.every)
+        every["validation"] = self.train.eval_every
         if best is not None and not every.get(best):
             raise ValueError(
                 f"checkpoint.keep_best={best!r} is not measured while the run trains: write "
                 f"checkpoint.keep_best=validation and train.eval_every={self.checkpoint.every or 100}, or "
-                "leave keep_best out"
+                "name a task of evaluate.tasks, or leave keep_best out"
             )
         holds_out = prepare.validation_fraction or any(
             s.validation_input for s in prepare.all_sources

@@ -1,7 +1,8 @@
-"""The section `train` of a configuration: the loop's length, batches, precision and reports."""
+"""The sections `train` and `evaluate` of a configuration: the loop, and what it measures."""
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -10,6 +11,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -172,4 +174,45 @@ class TrainConfig(BaseModel):
     def _check_sinks(self) -> Self:
         if len(set(self.sinks)) < len(self.sinks):
             raise ValueError(f"train.sinks={list(self.sinks)} names a sink twice: name each once")
+        return self
+
+
+class EvaluateConfig(BaseModel):
+    """Configures zero-shot scores of the model, and texts that it writes, while it trains."""
+
+    model_config = _SECTION
+
+    every: NonNegativeInt = 0
+    """Steps between two times, and once more at the end; 0: never."""
+
+    tasks: dict[str, str] = Field(default={}, examples=['{hellaswag = "eval", piqa = "hub"}'])
+    """Zero-shot tasks by name, each with the folder of its file, or hub for the published set."""
+
+    items: PositiveInt = 200
+    """Maximum number of items per task, spread evenly over its file."""
+
+    prompts: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["Once upon a time"]]
+    )
+    """Texts to continue by 100 tokens, as `moebius eval --prompt` does."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _find_folders(cls, tasks: dict[str, str]) -> dict[str, str]:
+        """Makes folders absolute, because ranks run elsewhere."""
+        return {k: v if v == "hub" else str(Path(v).absolute()) for k, v in tasks.items()}
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        is_asked = bool(self.tasks or self.prompts)
+        if self.every and not is_asked:
+            raise ValueError(
+                f"evaluate.every={self.every} evaluates nothing: name evaluate.tasks or "
+                "evaluate.prompts, or set evaluate.every=0"
+            )
+        if is_asked and not self.every:
+            raise ValueError(
+                "evaluate.tasks and evaluate.prompts need the steps between two evaluations: set "
+                "evaluate.every=1000, for example, or tasks={} and prompts=[]"
+            )
         return self

@@ -21,6 +21,7 @@ from moebius_dashboard.figures import (
     imbalance_figure,
     load_figure,
     loss_figure,
+    score_figure,
     throughput_figure,
     value_figure,
 )
@@ -63,6 +64,15 @@ def test_rate_and_gradient_norm_are_those_of_the_records(tmp_path):
     [rate] = traces(value_figure([run], "step", "learning rate", "learning_rate"))
     [norm] = traces(value_figure([run], "step", "gradient norm", "grad_norm"))
     assert (list(rate["x"]), list(rate["y"]), list(norm["y"])) == ([1], [1e-3], [None])
+
+
+def test_scores_are_drawn_by_task(tmp_path):
+    lines = [
+        {"kind": "scores", "time": 1001.0, "step": step, "piqa": 0.5, "items": 9, "seconds": 2.5}
+        for step in (1, 2)
+    ]
+    [piqa] = traces(score_figure([followed(tmp_path / "a", train_line(1), *lines)], "step"))
+    assert (piqa["name"], list(piqa["x"]), list(piqa["y"])) == ("a: piqa", [1, 2], [0.5, 0.5])
 
 
 def test_what_interrupted_a_run_is_marked(tmp_path):

@@ -19,9 +19,9 @@ from moebius_dashboard.serve import guarded
 
 @pytest.fixture
 def runs(tmp_path):
-    write_run(
-        tmp_path / "runs" / "two", train_line(1, loss=3.25, left_s=3700.0, passes=1.5, mfu=0.4)
-    )
+    step = train_line(1, loss=3.25, left_s=3700.0, passes=1.5, mfu=0.4)
+    sample = {"kind": "samples", "time": 1001.0, "step": 1, "prompt": "The", "text": " [b]end"}
+    write_run(tmp_path / "runs" / "two", step, sample)
     write_run(tmp_path / "runs" / "one", *(with_loads(step, [0.5, 0.5]) for step in range(1, 9)))
     return tmp_path / "runs"
 
@@ -64,12 +64,14 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
     values = {"chosen": ["two"], "axis": "step", "smoothing": 0, "load-of": "two", "clock": 1}
     outputs = [
         "loss.figure",
+        "scores.figure",
         "throughput.figure",
         "rate.figure",
         "norm.figure",
         "imbalance.figure",
         "load.figure",
         "stand.children",
+        "samples.children",
         "events.children",
     ]
     body = {
@@ -84,6 +86,7 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
     assert drawn["loss"]["figure"]["data"][0]["y"] == [3.25]
     for told in ("3.2500", "1:01:40", "1.50", "40.0%"):
         assert told in str(drawn["stand"])
+    assert " [b]end" in str(drawn["samples"])
     assert "RUNNING: first step" in str(drawn["events"])
 
 

@@ -79,6 +79,8 @@ def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
         {"kind": "start", "time": SOON + 10.0, "step": 5, "generation": 2, "resumed_from_step": 5},
         *(train_line(step, loss=4.0) for step in range(6, 11)),
         {"kind": "eval", "time": SOON + 30.0, "step": 10, "loss": 4.5},
+        {"kind": "scores", "time": SOON + 31.0, "step": 10, "piqa": 0.5125, "seconds": 2.5},
+        {"kind": "samples", "time": SOON + 32.0, "step": 10, "prompt": "The", "text": " [b]\nend"},
     ]
     write_lines(run_dir / "metrics.jsonl", lines)
     (run_dir / "config.json").write_text('{"train": {"steps": 10}}')
@@ -103,6 +105,8 @@ def test_plain_lines_tell_the_story_of_a_run(tmp_path):
         "generation 2 continued from the checkpoint of step 5",
         "checkpoint of step 5 written in 0.25 s",
         "validation loss 4.5 at step 10",
+        "scores at step 10: piqa 0.512",
+        "sample at step 10: The [b] end",
         f"{datetime.fromtimestamp(SOON + 10):%H:%M:%S} step 10/10, loss 4, validation 4.5000, 12,346 tokens/s, "
         "expert load max/mean 2.80",
         "SUCCEEDED: finished at step 10",

@@ -38,6 +38,12 @@ def write_metrics(run_dir: Path, *, steps: int, has_experts: bool = True) -> Non
         {"kind": "start", "generation": 2, "resumed_from_step": steps // 2},
         {"kind": "eval", "step": steps, "loss": 4.0},
     ]
+    if has_experts:
+        scores = {"kind": "scores", "items": 9, "seconds": 2.5}
+        lines += [
+            scores | {"step": 1, "piqa": 0.25, "copa": 0.5},
+            scores | {"step": 2, "piqa": 0.75},
+        ]
     write_lines(run_dir / "metrics.jsonl", lines)
 
 
@@ -96,6 +102,7 @@ def test_closing_words_of_a_success(tmp_path):
     text = words(status, picture=tmp_path / "summary.png")
     assert "SUCCEEDED  finished at step 50" in text
     assert f"8.0000 → 4.0000   (perplexity {math.exp(8):,.1f} → 54.6)" in text
+    assert "piqa 0.250 → 0.750, copa 0.500" in text
     assert "50 steps, 50 tokens, 9 tokens/s, 1 min 05 s in all" in text
     assert (
         "1   fault drill: rank 3 was killed on purpose at step 30; generation 2 continued from the checkpoint of step 25"
@@ -210,8 +217,9 @@ def test_panels_line_up_and_the_load_has_its_ceiling(tmp_path: Path, model, ceil
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
         draw_summary(tmp_path)
-    loss, rate, load = figures[0].axes
-    assert loss.get_xlim() == rate.get_xlim() == load.get_xlim()
+    loss, rate, scores, load = figures[0].axes
+    assert loss.get_xlim() == rate.get_xlim() == scores.get_xlim() == load.get_xlim()
+    assert [list(line.get_ydata()) for line in scores.lines] == [[0.25, 0.75], [0.5]]
     lines = [np.asarray(line.get_ydata())[0] for line in load.lines[1:]]
     assert lines == [ceiling] * bool(ceiling)
 

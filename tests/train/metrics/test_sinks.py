@@ -57,6 +57,16 @@ def test_tensorboard_shows_curves_and_configuration(tmp_path: Path) -> None:
     assert b'"d_model": 16' in configuration.tensor_proto.string_val[0]
 
 
+def test_tensorboard_shows_scores_and_samples(tmp_path: Path) -> None:
+    board = TensorBoard(facts_of(tmp_path), first_step=1)
+    sample = {"prompt": "Once\nupon", "text": " a time"}
+    board.write([Record("scores", 2, 1.0, {"piqa": 0.5}), Record("samples", 2, 1.0, sample)])
+    board.close("finished")
+    assert read_board(tmp_path).Scalars("scores/piqa")[0].value == 0.5
+    [text] = read_board(tmp_path).Tensors("samples/Once upon/text_summary")
+    assert text.tensor_proto.string_val[0] == b"Once\nupon a time"
+
+
 @pytest.fixture
 def files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets this process number its event files from 0.

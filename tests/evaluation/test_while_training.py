@@ -1,0 +1,218 @@
+"""Scores and samples while a run trains: those of the commands, with no trace in the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family import tiny_config
+from pairwise import slow_but
+from parts import make_config
+from small_model import MODEL
+from torch import Tensor
+from trained import column, different, lines
+from world import run_ranks
+
+import moebius
+from moebius.distributed.checkpoint.format import open_checkpoint, step_name
+from moebius.distributed.checkpoint.loading import read_tensor
+from moebius.distributed.process.process import start_process
+from moebius.evaluation import while_training
+from moebius.evaluation.restore import restore
+from moebius.evaluation.text import write_text
+from moebius.evaluation.while_training import Examiner, check_evaluation
+from moebius.evaluation.zero_shot import measure_tasks
+from moebius.model.config.model_config import ModelConfig
+from moebius.train import loop
+from moebius.train.config.run_config import Config
+from moebius.train.hooks import HOOKS, save_checkpoint
+from moebius.train.record.heartbeat import FOLDER, Phase, page_of, read_page
+
+PROMPT, ITEMS = "the band", 3
+SAMPLING: dict[str, Any] = while_training._SAMPLING | {"num_tokens": 6}
+TASKS: dict[str, list[dict[str, Any]]] = {
+    "arc_easy": [
+        {"question": f"What is {n}?", "choices": ["one", "two", "three", "four"], "label": n % 4}
+        for n in range(6)
+    ],
+    "blimp": [
+        {"sentence_good": "She runs.", "sentence_bad": "She run.", "UID": "agreement"},
+        {"sentence_good": "He sees her.", "sentence_bad": "He sees she.", "UID": "case"},
+    ],
+    "lambada": [{"text": "He saw the hat and took the hat"}],  # rows of one rank alone
+}
+TRANSITION = {
+    "vocab_size": 257,
+    "num_layers": 2,
+    "layers_per_group": 2,
+    "feed_forward.sparse_layers": "all",
+    "feed_forward.num_experts": 4,
+    "feed_forward.router": {"kind": "transition", "sequences_per_group": 4, "switch_step": 3},
+}
+RESCALED = {"vocab_size": 257, "feed_forward.router.evaluation_capacity_factor": None}
+# ranks, model, and the other settings
+RUNS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
+    "one rank": (1, MODEL, {}),
+    "compiled": (1, MODEL, {"train__compile": True}),
+    "ep": (2, MODEL.changed({"feed_forward.router.expert_dropout": 0.3}), {"mesh__ep": 2}),
+    "fsdp": (2, MODEL, {"mesh": {"sharding": "fsdp", "dp_shard": 2}}),
+    "fsdp, tied": (
+        2,
+        MODEL.changed({"tied_head": True}),
+        {"mesh": {"sharding": "fsdp", "dp_shard": 2, "ep": 2}},
+    ),
+    "replicas": (
+        4,
+        MODEL,
+        {"mesh": {"ep": 2, "dp_replicate": 2, "rebalance_every": 1, "replicas": 2}},
+    ),
+    "scheduled": (2, tiny_config("transition", TRANSITION), {"train__micro_batch": 4}),
+    "rescaled": (1, tiny_config("x_moe_torchscale", RESCALED), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few items of each task."""
+    folder = tmp_path_factory.mktemp("eval")
+    for name, records in TASKS.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+def config_of(data: Path, tasks: Path | None, **changes: Any) -> Config:
+    asked = {} if tasks is None else dict.fromkeys(TASKS, str(tasks))
+    evaluate = {"every": 2, "tasks": asked, "items": ITEMS, "prompts": [PROMPT]}
+    settings = {"data__seq_len": 32, "checkpoint": {"every": 2}}
+    return make_config(data, **settings | {"evaluate": {} if tasks is None else evaluate} | changes)
+
+
+def trained(config: Config, run_dir: Path) -> list[Phase]:
+    """Trains, and returns the phases that a watchdog would read while the run is examined."""
+    seen, examine = list[Phase](), Examiner()
+
+    def watched(run: Any) -> None:
+        examine(run)
+        if beat := read_page(page_of(run_dir.parent, run.process.rank)):
+            seen.append(beat.phase)
+
+    while_training._SAMPLING.update(SAMPLING)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    loop.train(config, run_dir, examine=watched)
+    return seen
+
+
+def state_at(run_dir: Path, step: int) -> dict[str, Tensor]:
+    stored = open_checkpoint(run_dir / "checkpoints" / step_name(step))
+    return {name: read_tensor(stored, name) for name in stored.index.tensors}
+
+
+@pytest.mark.parametrize("name", slow_but(RUNS, "ep", "fsdp"))
+def test_they_are_those_of_the_commands_and_leave_no_trace(
+    name: str, mixture_folder: Path, tasks: Path, tmp_path: Path
+) -> None:
+    world, model, settings = RUNS[name]
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    config = config_of(mixture_folder, tasks, model=model, **settings)
+    phases = run_ranks(trained, world, config, run, environment={FOLDER: str(tmp_path)})
+    assert phases == [[Phase.EVAL, Phase.EVAL]] * world
+    without = config_of(mixture_folder, None, model=model, **settings)
+    run_ranks(trained, world, without, plain)
+    for step in (2, 4):
+        assert different(state_at(run, step), state_at(plain, step)) == []
+    for number in ("loss", "digest", "grad_norm"):
+        assert column(run, number) == column(plain, number)
+    scored, written = lines(run, "scores"), lines(run, "samples")
+    assert [line["step"] for line in scored] == [line["step"] for line in written] == [2, 4]
+    for score, sample in zip(scored, written, strict=True):
+        report = measure_tasks(run, [*TASKS], tasks, step=score["step"], limit=ITEMS)
+        assert report is not None
+        for task in report.tasks:
+            assert score[task.name] == next(iter(task.metrics.values())).value
+        assert score["items"] == sum(task.items for task in report.tasks) == 6
+        with start_process("cpu") as process:
+            restored = restore(run, process, step=score["step"])
+        text = "".join(write_text(restored, PROMPT, **SAMPLING))
+        assert (sample["prompt"], PROMPT + sample["text"]) == (PROMPT, text)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_killed_run_has_each_once(
+    saved: bool, mixture_folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(mixture_folder, tasks, train__steps=6)
+    hooks = list(HOOKS)
+
+    def kill(run: Any, result: Any) -> None:
+        if run.progress.step == 4:
+            run.checkpoints.wait()
+            raise Killed
+
+    hooks.insert(hooks.index(save_checkpoint) + saved, kill)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "HOOKS", tuple(hooks))
+        with pytest.raises(Killed):
+            trained(config, tmp_path / "killed")
+    found = []
+    for name in ("killed", "whole"):
+        trained(config, tmp_path / name)
+        records = moebius.history(tmp_path / name).records()
+        found.append(
+            [
+                {key: value for key, value in record.items() if key not in ("time", "seconds")}
+                for record in records
+                if record["kind"] in ("scores", "samples")
+            ]
+        )
+    assert found[0] == found[1]
+    assert [record["step"] for record in found[1]] == [2, 2, 4, 4, 6, 6]
+
+
+def test_a_file_that_is_gone_ends_no_run(
+    mixture_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of(mixture_folder, tmp_path), tmp_path / "run")
+    assert "step 4 was not evaluated" in caplog.text
+    assert [line["state"] for line in lines(tmp_path / "run", "end")] == ["finished"]
+
+
+SOFT = {"kind": "soft", "slots_per_expert": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": {"helaswag": "TASKS"}}, "no task 'helaswag'; did you mean hellaswag?"),
+        ({"tasks": {"copa": "TASKS"}}, r"evaluate.tasks.copa=.*name the folder of copa.jsonl or"),
+        ({"tasks": {"boolq": "TASKS"}}, "'boolq' has no items"),
+        ({"tasks": {"wsc273": "TASKS"}}, "wsc273.jsonl.* line 1: field .continuation. is missing"),
+        (
+            {"tasks": {"siqa": "TASKS"}},
+            "siqa: all 1 items have answers longer than data.seq_len=32",
+        ),
+        ({"tasks": {"cbt_style": "hub"}}, "cbt_style=hub: has no data"),
+        ({"prompts": ["so " * 11]}, "'so so so .* has 33 tokens, and the model takes 1 to 32"),
+        ({"prompts": ["a", ""]}, "'' has 0 tokens"),
+        ({"prompts": ["a"], "router": SOFT}, "lets a position read later ones"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_ranks_start(
+    changes: dict[str, Any], message: str, mixture_folder: Path, tasks: Path
+) -> None:
+    (tasks / "boolq.jsonl").write_text("")
+    (tasks / "wsc273.jsonl").write_text("{}\n")
+    siqa = {"context": "a", "question": "b", **{f"answer{n}": n * 40 for n in "ABC"}, "label": 1}
+    (tasks / "siqa.jsonl").write_text(json.dumps(siqa) + "\n")
+    places = {
+        name: place.replace("TASKS", str(tasks)) for name, place in changes.get("tasks", {}).items()
+    }
+    model = MODEL.changed({"feed_forward.router": changes["router"]} if "router" in changes else {})
+    asked = {"every": 2, "tasks": places, "prompts": changes.get("prompts", [])}
+    config = config_of(mixture_folder, None, model=model, evaluate=asked)
+    with pytest.raises(ValueError, match=message):
+        check_evaluation(config)
