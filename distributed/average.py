@@ -30,7 +30,7 @@ from .local_shard import local_tensor
 
 AVERAGE, RECENT = "average", "average_recent"
 _ENTRIES = {"ema": (AVERAGE,), "last": (AVERAGE, RECENT)}
-_AT_ONCE = 16  # tensors whose differences are in memory together
+_AT_ONCE = 16  # tensors of a GPU whose differences are in memory together
 
 
 @dataclass
@@ -115,9 +115,11 @@ class WeightAverage:
     def _approach(self, key: str, share: float) -> None:
         """Moves an average towards the weights by a share of the difference."""
         averages, weights = self._entries(key), self._weights()
-        for begin in range(0, len(weights), _AT_ONCE):
-            some = averages[begin : begin + _AT_ONCE]
-            moves = torch._foreach_sub(weights[begin : begin + _AT_ONCE], some)  # pyright: ignore[reportPrivateImportUsage]
+        # a CPU is three times as fast with the differences of one tensor, which its cache holds
+        at_once = 1 if weights[0].device.type == "cpu" else _AT_ONCE
+        for begin in range(0, len(weights), at_once):
+            some = averages[begin : begin + at_once]
+            moves = torch._foreach_sub(weights[begin : begin + at_once], some)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_mul_(moves, share)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_add_(some, moves)  # pyright: ignore[reportPrivateImportUsage]
 
