@@ -45,7 +45,7 @@ def test_a_rank_says_so_with_its_exit_code(tmp_path, monkeypatch, capsys):
         program.main()
     assert ended.value.code == EXIT_MISTAKE
     assert "train.stepz: unknown key; did you mean train.steps?" in capsys.readouterr().err
-    monkeypatch.setattr(program, "train", lambda *_: 1 / 0)
+    monkeypatch.setattr(program, "train", lambda *_, **_given: 1 / 0)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ZeroDivisionError):
         program.main()
