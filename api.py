@@ -28,7 +28,8 @@ from torch import Tensor
 
 from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
-from .cluster.job import JobStatus, State
+from .cluster.job import JobStatus, ended_well
+from .cluster.job import TrainingFailed as TrainingFailed
 from .cluster.local import dry_run as try_here
 from .cluster.local import train_here
 from .cluster.report.run_records import OnRecord, telling
@@ -63,19 +64,6 @@ from .train.record.process_log import print_in_any_encoding
 from .train.record.run_folder import count_epochs, place_data, stored_config
 
 Given = Config | str | PathLike[str]  # a configuration, or its recipe's name
-
-
-class TrainingFailed(RuntimeError):
-    """Reports that a run failed; the message is its root cause, `status` has the details."""
-
-    def __init__(self, status: JobStatus):
-        words = [status.reason]
-        if status.root_cause is not None and status.root_cause.summary not in status.reason:
-            words.append(status.root_cause.summary)
-        logs = status.run_dir / "logs"  # a dry run leaves none
-        see = f"; see {logs}" if logs.exists() else ""
-        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}{see}")
-        self.status = status
 
 
 @checked
@@ -456,7 +444,7 @@ def fit(
     start = try_here if dry_run else train_here
     with reads as section, telling(run_dir, on_record):
         config = place_data(config.model_copy(update={"data": section}), run_dir.parent)
-        return _ended(start(config, run_dir, source=source, console=_console(show)))
+        return ended_well(start(config, run_dir, source=source, console=_console(show)))
 
 
 @checked
@@ -485,7 +473,7 @@ def submit(
     config, run_dir, source = _opened(config, run_dir)
     config, console = place_data(config, run_dir.parent), _console(show)
     given = {"address": address, "detach": detach, "source": source, "console": console}
-    return _ended(submitting.submit(config, run_dir, **given))
+    return ended_well(submitting.submit(config, run_dir, **given))
 
 
 @checked
@@ -514,7 +502,7 @@ def resume(
     print_in_any_encoding()
     config, run_dir = load_config(run_dir, *overrides), Path(run_dir)
     with telling(run_dir, on_record):
-        return _ended(submitting.resume(config, run_dir, console=_console(show)))
+        return ended_well(submitting.resume(config, run_dir, console=_console(show)))
 
 
 @checked
@@ -609,13 +597,6 @@ def _console(show: bool) -> Console:
     if found.is_terminal or found.is_jupyter:
         return found
     return Console(quiet=not show, width=10_000, soft_wrap=True)  # a pipe has nothing to fit into
-
-
-def _ended(status: JobStatus) -> JobStatus:
-    """Returns the status of a run that ended well, or continues without this process."""
-    if status.state in (State.FAILED, State.LOST):
-        raise TrainingFailed(status)
-    return status
 
 
 def _config(given: Given) -> Config:

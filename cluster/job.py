@@ -183,6 +183,30 @@ class JobStatus:
         return 1 if self.state in (State.FAILED, State.LOST) else 0
 
 
+class TrainingFailed(RuntimeError):
+    """Reports that a run failed; the message is its root cause, `status` has the details."""
+
+    def __init__(self, status: JobStatus):
+        words = [status.reason]
+        if status.root_cause is not None and status.root_cause.summary not in status.reason:
+            words.append(status.root_cause.summary)
+        logs = status.run_dir / "logs"  # a dry run leaves none
+        see = f"; see {logs}" if logs.exists() else ""
+        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}{see}")
+        self.status = status
+
+
+def ended_well(status: JobStatus) -> JobStatus:
+    """Returns the status of a run that ended well, or continues without this process.
+
+    Raises:
+        TrainingFailed: it ended otherwise.
+    """
+    if status.state in (State.FAILED, State.LOST):
+        raise TrainingFailed(status)
+    return status
+
+
 @dataclass(frozen=True)
 class JournalEntry:
     """Holds one line of the journal, decoded."""

@@ -16,17 +16,21 @@ present routing, and are taken as they are, as torch's `AveragedModel` does.
 Cost: 4 bytes per weight (`last`: 8), one pass over both per update, and a copy of the weights during an evaluation.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..plugins import PluginError
 from .local_shard import local_tensor
+
+logger = logging.getLogger(__name__)
 
 AVERAGE, RECENT = "average", "average_recent"
 _ENTRIES = {"ema": (AVERAGE,), "last": (AVERAGE, RECENT)}
@@ -98,19 +102,17 @@ class WeightAverage:
             for parameter, state in zip(self.parameters, self._states(), strict=True):
                 state[key] = torch.zeros_like(parameter, dtype=torch.float32)
 
-    def adopt(self, saved: Mapping[str, Any]) -> bool:
-        """Goes on with the average of a checkpoint, which is loaded, or drops one of another kind.
-
-        Returns:
-            Whether the run has an average and begins it anew.
-        """
+    def adopt(self, meta: Mapping[str, Any]) -> None:
+        """Goes on with the average of a checkpoint, which is loaded, or drops one of another kind."""
+        saved, progress = meta.get("average", {}), meta["progress"]
         if self.kind == saved.get("kind"):
             self.updates, self.recent = saved.get("updates", 0), saved.get("recent", 0)
-            return False
+            return
         for key in _ENTRIES.get(str(saved.get("kind")), ()):
             for state in self._states():
                 del state[key]
-        return self.kind is not None
+        if self.kind is not None and progress["updates"] and dist.get_rank() == 0:
+            logger.warning("step %d has no average of this kind: one begins here", progress["step"])
 
     def _approach(self, key: str, share: float) -> None:
         """Moves an average towards the weights by a share of the difference."""

@@ -185,7 +185,7 @@ def test_every_breach_is_found_and_every_contract_is_seen_to_fail(tmp_path: Path
 
 # Graphs ---------------------------------------------------------------------------------------------
 
-PULLED_IN = {"moebius.train.loop": 147}  # modules, wherever the import stands
+PULLED_IN = {"moebius.train.loop": 149}  # modules, wherever the import stands
 
 
 def circle_in(graph: grimp.ImportGraph) -> str | None:
@@ -370,7 +370,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
-CORE_LINES = 68_400
+CORE_LINES = 71_200
 BRANCHES = 8  # of a forward pass
 TOP_FOLDERS, TOP_MODULES = 15, 3
 PRIVATE_NAMES = 6  # of torch and Ray

@@ -6,6 +6,7 @@ ranks call all hooks, because most are collective.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -91,6 +92,7 @@ def evaluate_validation(run: OpenRun, result: StepResult) -> None:
 
     A stopped run does not, unless the loss decides which checkpoint stays.
     """
+    run.state.measured.clear()  # which is of the step before
     finished = run.progress.step == run.config.train.steps
     is_wanted = not result.stop or run.config.checkpoint.keep_best == "validation"
     if finished or (is_wanted and due(run.progress.step, run.config.train.eval_every)):
@@ -155,7 +157,8 @@ def evaluate_run(run: OpenRun) -> None:
             if run.process.rank == 0:
                 logger.warning("step %d has no validation loss: %s", run.progress.step, error)
             return
-    run.state.measured["validation"] = result.loss
+    if math.isfinite(result.loss):
+        run.state.measured["validation"] = result.loss
     run.log.write(
         "eval",
         run.progress.step,

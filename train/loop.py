@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ..data_pipeline.read.loader import Batch
 from ..distributed.dispatch.choose import counters_of
 from ..distributed.gradients import clip_gradients
@@ -54,11 +52,9 @@ def train(config: Config, run_dir: Path, *, examine: Examine | None = None) -> s
         ValueError: the configuration, the data or a checkpoint cannot be used; the message says
             what to do.
     """
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    heartbeat, clock = open_heartbeat(), PhaseClock()
+    heartbeat, clock, keys = open_heartbeat(), PhaseClock(), config.train
     with (
-        start_process(config.train.device, timeout_s=config.train.timeout_s) as process,
+        start_process(keys.device, timeout_s=keys.timeout_s, threads=keys.threads) as process,
         ExitStack() as logs,
     ):
         clock.mark("join")
@@ -94,7 +90,6 @@ def train_steps(run: OpenRun) -> str:
         batch = next_batch(run)
         rate = learning_rate_at(optim, run.progress.step)
         run.heartbeat.begin_step(run.progress.step + 1)
-        run.state.measured.clear()
         result = step(run, batch, rate, data_ready=run.loader.ready)
         run.heartbeat.end_step(own_s=result.own_s)
         for hook in HOOKS:

@@ -1,7 +1,5 @@
 """The parts of one run on one rank: built, and restored from a checkpoint."""
 
-import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +46,6 @@ from .record.run_folder import (
 )
 from .state import TrainingProgress, allocate_moments, model_tensors, restore_numbers, state_tensors
 
-logger = logging.getLogger(__name__)
 _COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
 
@@ -269,17 +266,14 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     if updates := found.meta.meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
-    average = found.meta.meta.get("average", {})
-    run.average.allocate(average.get("kind"))
-    state = state_tensors(run.model, run.optimizer)
-    imported = not updates  # old imports have zero moments
-    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=imported)
+    run.average.allocate(found.meta.meta.get("average", {}).get("kind"))
+    exact = {"check_bytes": False, "allow_unexpected": not updates}  # old imports have zero moments
+    meta = load(found.path, *state_tensors(run.model, run.optimizer), mesh=run.mesh, **exact)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])
-    if run.average.adopt(average) and updates and run.process.rank == 0:
-        logger.warning("step %d has no average of this kind: one begins here", run.progress.step)
+    run.average.adopt(meta)
     run.judge.restore(meta.get("spikes", {}))
     return meta
 
@@ -291,7 +285,7 @@ def save(run: OpenRun) -> None:
         "data": run.loader.samples.position(run.progress.samples),
         "experts": run.expert_placement.as_dict(),
         "config": run.config.model_dump(mode="json"),
-        "measured": {name: float(x) for name, x in run.state.measured.items() if math.isfinite(x)},
+        "measured": dict(run.state.measured),
     }
     if run.judge.deviations is not None:
         meta["spikes"] = run.judge.as_dict()

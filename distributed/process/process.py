@@ -113,10 +113,12 @@ def start_process(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    threads: int = 0,
 ) -> Process:
     """Joins the world that the environment describes and returns this rank's process.
 
-    `auto` selects CUDA if the node has a GPU for each of its ranks, and the CPU if it has none.
+    `auto` selects CUDA if the node has a GPU for each of its ranks, and the CPU if it has none;
+    `threads` of the CPU are torch's default if 0.
 
     Raises:
         ValueError: the environment is incomplete, CUDA is requested but missing, or ranks disagree.
@@ -125,6 +127,8 @@ def start_process(
         raise RuntimeError(
             "this process is already in a world: call stop_process() before start_process()"
         )
+    if threads:
+        torch.set_num_threads(threads)
     place = _place_of(os.environ)
     chosen = _choose_device(device, place)
     store = _store(os.environ, place, timeout_s)

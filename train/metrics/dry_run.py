@@ -42,10 +42,9 @@ def dry_run(config: Config, run_dir: Path) -> str:
     Returns:
         "finished", or "stopped" after a stop request.
     """
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
+    keys = config.train
     with (
-        start_process(config.train.device, timeout_s=config.train.timeout_s) as process,
+        start_process(keys.device, timeout_s=keys.timeout_s, threads=keys.threads) as process,
         ExitStack() as opened,
     ):
         run = assemble(config, run_dir, process, open_heartbeat())
