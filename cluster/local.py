@@ -138,6 +138,7 @@ def _report_of(config: Config, folder: Path) -> str:
     rate, peak = train.global_batch * config.data.seq_len / step_s, first["peak_tokens_per_s"]
     memory = [rank["memory_bytes"] / 1e9 for rank in ranks]
     saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)
+    saved += (train.steps // saves.keep_every if saves.keep_every else 0) + bool(saves.keep_best)
     each, copies = first["checkpoint_bytes"] / 1e6, ", and as many copies" * bool(saves.copy_to)
     lines = {
         "layout": first["layout"],

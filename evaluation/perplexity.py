@@ -202,6 +202,7 @@ def measure_text(
     step: int | None = None,
     loops: int | None = None,
     seed: int = 0,
+    weights: Weights = "trained",
     on_text: Callable[[str, int], Advance] | None = None,
 ) -> SlidingMeasurement | None:
     """Returns a checkpoint's loss on the documents of files, whatever its data is; writes nothing.
@@ -215,6 +216,7 @@ def measure_text(
         step: of the checkpoint; None: the newest.
         loops: repeats of the core; None: as trained.
         seed: of group contexts, if the model needs them.
+        weights: those of the step, or their average.
         on_text: called with a name and a number of bytes; returns the callback for finished bytes.
 
     Returns:
@@ -227,7 +229,7 @@ def measure_text(
     source = _source_of(text)
     with start_process("auto") as process:
         splits = plan_splits(source, logger.warning if process.rank == 0 else lambda news: None)
-        restored = restore(run_dir, process, step=step, loops=loops)
+        restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
         refuse_pairs(restored)
         scorer = open_scorer(restored, process, seed=seed)
         advance = on_text and on_text("text", sum(split.num_bytes for split in splits))

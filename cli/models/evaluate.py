@@ -153,6 +153,7 @@ def _add_chat(commands: Commands) -> None:
         "/reset forgets the conversation, Ctrl-C ends an answer, and /exit or Ctrl-D ends the command.",
     )
     add_checkpoint_argument(parser, steps=False)
+    add_weights_argument(parser)
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256"
     )
@@ -337,7 +338,9 @@ def _measure_text(options: argparse.Namespace) -> None:
 
     given = {"step": options.step, "loops": _loops(options), "seed": options.seed}
     with progress_bars() as on_text:
-        found = measure_text(options.path, options.text, on_text=on_text, **given)
+        found = measure_text(
+            options.path, options.text, weights=options.weights, on_text=on_text, **given
+        )
     if found is None:  # only rank 0 has it
         return
     if options.json:
