@@ -83,7 +83,7 @@ class WeightAverage:
     def as_dict(self) -> dict[str, Any]:
         """Returns the kind and the counts for a checkpoint's meta; empty before the first update."""
         counts = {"kind": self.kind, "updates": self.updates, "recent": self.recent}
-        return counts if self.updates else {}
+        return {"average": counts} if self.updates else {}
 
     def allocate(self, kind: str | None) -> None:
         """Adds an average of zeros to the optimizer's state, which must have its own entries by then.

@@ -267,8 +267,9 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     if updates := found.meta.meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
     run.average.allocate(found.meta.meta.get("average", {}).get("kind"))
-    exact = {"check_bytes": False, "allow_unexpected": not updates}  # old imports have zero moments
-    meta = load(found.path, *state_tensors(run.model, run.optimizer), mesh=run.mesh, **exact)
+    state = state_tensors(run.model, run.optimizer)
+    imported = not updates  # old imports have zero moments
+    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=imported)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:
@@ -286,11 +287,10 @@ def save(run: OpenRun) -> None:
         "experts": run.expert_placement.as_dict(),
         "config": run.config.model_dump(mode="json"),
         "measured": dict(run.state.measured),
+        **run.average.as_dict(),
     }
     if run.judge.deviations is not None:
         meta["spikes"] = run.judge.as_dict()
-    if counts := run.average.as_dict():
-        meta["average"] = counts
     if any(numbers := changed_numbers(run.optimizer)):
         run.process.agree("optimizer", {"numbers in its groups": repr(numbers)})
         meta["groups"] = numbers

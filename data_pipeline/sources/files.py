@@ -229,7 +229,7 @@ def _nothing_there(pattern: str, num_folders: int) -> str:
         )
     if pattern == OWN_TEXTS:
         return f"no text is named, and there is no folder {pattern}/: {_HOW_TO_NAME_TEXT}"
-    return f"input {pattern!r} does not exist: check the name"
+    return f"input {pattern!r} does not exist: check the name; to train, {_HOW_TO_NAME_TEXT}"
 
 
 _HOW_TO_NAME_TEXT = (

@@ -170,7 +170,7 @@ def _expand(
         kind = kind_of(file.url, forced)
         if kind is None:
             if file.url.endswith((".bin", ".npy")):
-                advice = f"write {TOKENS}{file.url} (--tokens {file.url}) for ids of a tokenizer"
+                advice += f"; {TOKENS}{file.url} reads ids of a tokenizer"
             raise InputError(f"input {file.url!r} has an unknown suffix: {advice}")
         yield file, kind
 
