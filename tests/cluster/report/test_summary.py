@@ -219,7 +219,7 @@ def test_panels_line_up_and_the_load_has_its_ceiling(tmp_path: Path, model, ceil
         draw_summary(tmp_path)
     loss, rate, scores, load = figures[0].axes
     assert loss.get_xlim() == rate.get_xlim() == scores.get_xlim() == load.get_xlim()
-    assert [list(line.get_ydata()) for line in scores.lines] == [[0.25, 0.75], [0.5]]
+    assert [np.asarray(line.get_ydata()).tolist() for line in scores.lines] == [[0.25, 0.75], [0.5]]
     lines = [np.asarray(line.get_ydata())[0] for line in load.lines[1:]]
     assert lines == [ceiling] * bool(ceiling)
 
