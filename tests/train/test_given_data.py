@@ -56,6 +56,10 @@ def test_a_run_without_validation_rows_trains_and_another_dataset_is_refused(
     on_ranks(run_training, 1, tmp_path / "run", list(ROWS), steps=2)
     assert lines(tmp_path / "run", "eval") == []
     assert column(tmp_path / "run", "passes")[-1] == 16 / 50
+    kept = make_config(train__eval_every=2, checkpoint__keep_best="validation")
+    with giving(kept.data, ROWS, vocab_size=257) as data:
+        with pytest.raises(ConfigError, match="keep_best='validation' with a dataset without"):
+            kept.model_copy(update={"data": data})
     changed = ROWS.copy()
     changed[-1] += 1
     for other in (ROWS[:49], changed % 257):
