@@ -334,7 +334,7 @@ def evaluate(
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
-    if isinstance(path, LoadedModel) and step is None:
+    if isinstance(path, LoadedModel) and step is None and weights == "trained":
         here = path.checkpoint
         return measure(here, split=split, max_rows=max_rows, restored=path._restored)
     return measure(Path(path), step=step, split=split, max_rows=max_rows, weights=weights)

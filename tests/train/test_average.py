@@ -307,7 +307,7 @@ def test_the_mean_of_checkpoints_is_a_run(
     assert source is not None
     assert source.given.count(str(averaged)) == 3
     assert "starts from the mean of" in source.words()
-    assert "step 0, validation: loss" in moebius("eval", tmp_path / "mean").text
+    assert "step 8, validation: loss" in moebius("eval", tmp_path / "mean").text
     again = config_of(data, train__steps=2)
     file = tmp_path / "again.json"
     again.save(file)
@@ -316,7 +316,9 @@ def test_the_mean_of_checkpoints_is_a_run(
     run_ranks(run_training, 2, start.config, tmp_path / "again")
     found, begun = api.evaluate(tmp_path / "mean", max_rows=8), by_step(tmp_path / "again", "eval")
     assert begun[0]["loss"] == pytest.approx(found.result.loss, rel=1e-6)
+    again = config_of(data, train__steps=STEPS + 1)
     trained_in(tmp_path / "mean", again)  # also goes on from there
+    assert [*by_step(tmp_path / "mean")] == [STEPS + 1]
     shutil.rmtree(tmp_path / "mean" / "checkpoints")
     with pytest.raises(AssertionError, match="is gone: make it again in a new run folder"):
         run_ranks(run_training, 1, again, tmp_path / "mean")
