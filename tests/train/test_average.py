@@ -236,9 +236,12 @@ def test_everything_that_opens_a_model_reads_it(
     printed = io.StringIO()
     Console(file=printed, width=100).print(closing_words(JobStatus(averaged, State.SUCCEEDED)))
     assert f"averaged weights  {line['average_loss']:.4f}" in printed.getvalue()
-    weights = api.load(averaged, weights="average").model.state_dict()
-    state = newest_state(averaged)
+    loaded = api.load(averaged, weights="average")
+    weights, state = loaded.model.state_dict(), newest_state(averaged)
     assert different(weights, {name: state[f"optimizer.average.{name}"] for name in weights}) == []
+    assert api.evaluate(loaded, max_rows=8).result.loss == line["average_loss"]
+    saved = newest_state(api.save(loaded, tmp_path / "saved"))
+    assert different(saved, {f"model.{name}": weight for name, weight in weights.items()}) == []
     for words in (
         [],
         ["--stride", "4"],
