@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
@@ -34,6 +35,15 @@ class Restored:
     config: Config
     step: int
     checkpoint: Path = Path()
+    weights: Weights = "trained"
+
+
+class ModelChoice(TypedDict, total=False):
+    """Names what `restore` makes of a run; without a key it is as trained, of the newest checkpoint."""
+
+    step: int | None
+    loops: int | None
+    weights: Weights
 
 
 def restore(
@@ -87,7 +97,7 @@ def restore(
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
-    return Restored(model.eval(), config, meta["progress"]["step"], checkpoint)
+    return Restored(model.eval(), config, meta["progress"]["step"], checkpoint, weights)
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:
