@@ -443,6 +443,8 @@ def test_a_run_on_rows_of_python_is_killed_and_continued(tmp_path: Path) -> None
     given = {"data": (rows[:50], rows[50:]), "show": False}
     config = moebius.recipe("smoke", "train.log_every=1", words, **TINY)
     whole, run = tmp_path / "whole", tmp_path / "run"
+    assert moebius.fit(config, whole, dry_run=True, **given).state is State.SUCCEEDED
+    assert not whole.exists()
     moebius.fit(config, whole, **given)
     status = moebius.fit(moebius.recipe(config, "job.rehearse_failure_at_step=4"), run, **given)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
