@@ -36,8 +36,7 @@ from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.read.given import giving
 from .data_pipeline.words import run_and_step
-from .distributed.checkpoint.format import find_checkpoint
-from .distributed.checkpoint.loading import Weights
+from .distributed.checkpoint.format import Weights, find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text

@@ -26,7 +26,7 @@ from ..data_pipeline.read.rows import SplitReader
 from ..data_pipeline.sources.documents import InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
 from ..data_pipeline.words import some_of
-from ..distributed.checkpoint.loading import Weights
+from ..distributed.checkpoint.format import Weights
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
 from ..train.config.resolve import resolve_prepare

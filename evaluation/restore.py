@@ -13,8 +13,8 @@ from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, To
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..data_pipeline.words import run_and_step
-from ..distributed.checkpoint.format import find_checkpoint
-from ..distributed.checkpoint.loading import Weights, load
+from ..distributed.checkpoint.format import Weights, find_checkpoint
+from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh

@@ -14,7 +14,7 @@ from typing import Unpack
 import numpy as np
 
 from ..data_pipeline.sources.columns import write_rows
-from ..distributed.checkpoint.loading import Weights
+from ..distributed.checkpoint.format import Weights
 from ..distributed.process.process import start_process
 from ..plugins import Registry
 from .restore import ModelChoice, Restored, refuse_pairs, restore, tokenizer_of_run

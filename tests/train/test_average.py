@@ -22,8 +22,13 @@ from moebius import api
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.report.history import read_history
 from moebius.cluster.report.summary import closing_words, draw_summary
-from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, open_checkpoint
-from moebius.distributed.checkpoint.loading import Weights, read_tensor
+from moebius.distributed.checkpoint.format import (
+    CheckpointError,
+    Weights,
+    list_checkpoints,
+    open_checkpoint,
+)
+from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.checkpoint.source import read_source
 from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config
