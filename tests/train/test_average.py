@@ -41,12 +41,17 @@ from moebius.train.record.run_folder import open_run
 STEPS, DECAY, WINDOW = 8, 0.7, 5
 KINDS = {"ema": DECAY, "last": f"{WINDOW} steps"}
 CHOICES: tuple[Weights, ...] = ("trained", "average")
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "replicas": (2, {"ep": 2, "rebalance_every": 2, "replicas": 1}),
-    "fsdp": (2, {"dp_shard": 2, "sharding": "fsdp"}),
-    "one": (1, {}),
-    "ep4": (4, {"ep": 4}),
-    "ep_fsdp": (4, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}),
+EP2: dict[str, Any] = {"mesh": {"ep": 2}}
+BIASED = {"model": tiny_config("deepseek", {"vocab_size": 257})}
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {  # kind, ranks, configuration
+    "replicas": ("ema", 2, {"mesh": {"ep": 2, "rebalance_every": 2, "replicas": 1}}),
+    "fsdp": ("last", 2, {"mesh": {"dp_shard": 2, "sharding": "fsdp"}}),
+    "muon": ("ema", 2, EP2 | {"optim__kind": "muon"}),
+    "bfloat16_only": ("last", 2, EP2 | BIASED | {"train__precision": "bfloat16_only"}),
+    "bfloat16": ("ema", 2, EP2 | {"train__precision": "bfloat16"}),
+    "one": ("last", 1, {}),
+    "ep4": ("ema", 4, {"mesh": {"ep": 4}}),
+    "ep_fsdp": ("last", 4, {"mesh": {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}}),
 }
 Step = dict[str, Tensor]
 
@@ -109,6 +114,7 @@ def check_averages(run_dir: Path, kind: str, weights: dict[int, Step], begin: in
             torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
     assert max(averages) == STEPS
     assert any("experts" in name for name in averages[STEPS])
+    assert not any("selection_bias" in name for name in averages[STEPS])
 
 
 def part(run_dir: Path) -> Step:
@@ -117,54 +123,31 @@ def part(run_dir: Path) -> Step:
     return {name: one for name, one in state.items() if not name.startswith("optimizer.average")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "replicas", "fsdp"))
+@pytest.mark.parametrize("run", slow_but(RUNS, "replicas", "fsdp", "muon", "bfloat16_only"))
 def test_it_is_that_of_all_updates_and_leaves_the_run_its_bits(
-    kind: str, layout: str, data: Path, tmp_path: Path
+    run: str, data: Path, tmp_path: Path
 ) -> None:
     """Also killed after the fourth step and continued, with the same bits, and on another layout."""
-    world, mesh = LAYOUTS[layout]
-    whole = trained_in(tmp_path / "whole", config_of(data, kind, mesh=mesh), world)
+    kind, world, changes = RUNS[run]
+    whole = trained_in(tmp_path / "whole", config_of(data, kind, **changes), world)
     weights = steps_of(whole)
     check_averages(whole, kind, weights)
-    without = trained_in(tmp_path / "without", config_of(data, None, mesh=mesh), world)
+    of_average = newest_state(whole).keys() - part(whole).keys()
+    assert {newest_state(whole)[name].dtype for name in of_average} == {torch.float32}
+    without = trained_in(tmp_path / "without", config_of(data, None, **changes), world)
     assert different(part(whole), newest_state(without)) == []
     assert [line["loss"] for line in by_step(whole, "eval").values()] == [
         line["loss"] for line in by_step(without, "eval").values()
     ]
-    for name, ranks, other in (("killed", world, mesh), ("moved", 2, {"ep": 2})):
+    elsewhere = (1, {"mesh": {}}) if world > 1 else (2, EP2)
+    for name, (ranks, other) in {"killed": (world, {}), "moved": elsewhere}.items():
         run_dir = tmp_path / name
         midway = "checkpoints/step_00000004"
         shutil.copytree(whole / midway, run_dir / midway)
-        trained_in(run_dir, config_of(data, kind, mesh=other), ranks)
+        trained_in(run_dir, config_of(data, kind, **(changes | other)), ranks)
         if name == "killed":
             assert different(newest_state(whole), newest_state(run_dir)) == []
         check_averages(run_dir, kind, weights | steps_of(run_dir))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optim__kind": "muon"},
-        {
-            "train__precision": "bfloat16_only",
-            "model": tiny_config("deepseek", {"vocab_size": 257}),
-        },
-        pytest.param({"train__precision": "bfloat16"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_it_is_kept_in_float32_with_every_optimizer_and_precision(
-    changes: dict[str, Any], data: Path, tmp_path: Path
-) -> None:
-    run_dir = trained_in(tmp_path / "run", config_of(data, mesh={"ep": 2}, **changes), 2)
-    check_averages(run_dir, "ema", steps_of(run_dir))
-    state = newest_state(run_dir)
-    averages = {name: one for name, one in state.items() if name.startswith("optimizer.average.")}
-    assert {one.dtype for one in averages.values()} == {torch.float32}
-    assert not any(name.endswith("selection_bias") for name in averages)
-    without = trained_in(tmp_path / "without", config_of(data, None, mesh={"ep": 2}, **changes), 2)
-    assert different(part(run_dir), newest_state(without)) == []
 
 
 def test_a_run_may_begin_change_and_end_it(data: Path, tmp_path: Path) -> None:
@@ -247,27 +230,13 @@ def test_everything_that_opens_a_model_reads_it(
     assert api.evaluate(loaded, max_rows=8).result.loss == line["average_loss"]
     saved = newest_state(api.save(loaded, tmp_path / "saved"))
     assert different(saved, {f"model.{name}": weight for name, weight in weights.items()}) == []
-    for words in (
-        [],
-        ["--stride", "4"],
-        ["--score", "ab ba"],
-        ["--prompt", "ab", "--temperature", 0],
-    ):
+    of_prompt = ["--prompt", "ab", "--temperature", 0]
+    for words in ([], ["--stride", "4"], ["--score", "ab ba"], of_prompt):
         trained, mean = (moebius("eval", averaged, *words, "--weights", each) for each in CHOICES)
         assert trained.out != mean.out, words
         assert (trained.code, mean.code) == (0, 0), mean.text
-    answer = moebius(
-        "ckpt",
-        "export",
-        averaged,
-        "--weights",
-        "average",
-        "--format",
-        "safetensors",
-        "--out",
-        tmp_path / "out",
-    )
-    assert "averaged weights of step 8" in answer.text
+    words = ["--weights", "average", "--format", "safetensors", "--out", tmp_path / "out"]
+    assert "averaged weights of step 8" in moebius("ckpt", "export", averaged, *words).text
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("embedding.weight"), weights["embedding"])
 
