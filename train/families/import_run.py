@@ -380,7 +380,7 @@ def save_model(out: Path, model: Transformer, config: Config, checkpoint: Path) 
         ValueError: the model does not fit its configuration, the checkpoint is gone, or `out` exists.
     """
     refuse_existing(out)
-    state = {name: partial(_on_cpu, tensor) for name, tensor in _fitting(model, config).items()}
+    state = {name: partial(tensor.to, "cpu") for name, tensor in _fitting(model, config).items()}
     last = open_checkpoint(checkpoint.absolute())
     _write_after(last, out, config, state, str(last.path))
 
@@ -418,10 +418,6 @@ def _fitting(model: Transformer, config: Config) -> dict[str, Tensor]:
             "and shapes; for another size, start_from(…, draw_anew=…) with other values of model.*"
         )
     return state
-
-
-def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to("cpu", dtype)
 
 
 # Reading -------------------------------------------------------------------------------------------
