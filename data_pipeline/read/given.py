@@ -95,7 +95,8 @@ def giving(data: DataConfig, dataset: object, *, vocab_size: int) -> Iterator[Da
         finally:
             os.environ.pop(ADDRESS, None)
             rows.clear()
-            Client(address, family="AF_UNIX").close()  # wakes the thread, which ends
+            with suppress(OSError):  # the socket is gone
+                Client(address, family="AF_UNIX").close()  # wakes the thread, which ends
 
 
 def given_rows(data: DataConfig) -> dict[str, GivenRows]:
