@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors import safe_open
 from small_model import MODEL
 from torch import Tensor
-from trained import assembled, by_step, different, newest_state, run_training
+from trained import by_step, different, newest_state, run_training
 from world import run_ranks
 
 from moebius import api
@@ -30,7 +30,6 @@ from moebius.distributed.checkpoint.format import (
 )
 from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.checkpoint.source import read_source
-from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config
 from moebius.train.config.train_config import TrainConfig
 from moebius.train.families.import_run import average_checkpoints
@@ -186,20 +185,6 @@ def test_skipped_updates_do_not_count(data: Path, tmp_path: Path) -> None:
     for name, average in averages[STEPS].items():
         torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
     assert different(averages[3], averages[4]) == []
-
-
-def allocated(config: Config, run_dir: Path) -> str:
-    with assembled(config, run_dir) as run:
-        for parameter in run.parameters:
-            run.optimizer.state[parameter]["average"] = parameter.detach().clone()
-        with pytest.raises(PluginError) as refused:
-            run.average.update()
-        return str(refused.value)
-
-
-def test_an_optimizers_own_entry_of_that_name_is_refused(data: Path, tmp_path: Path) -> None:
-    [told] = run_ranks(allocated, 1, config_of(data), tmp_path)
-    assert "AdamW keeps 'average' itself, where train.average=ema keeps" in told
 
 
 # Read --------------------------------------------------------------------------------------------
