@@ -281,7 +281,7 @@ def test_a_checkpoint_is_loaded_by_its_folder_and_at_other_depths(
         assert all(torch.equal(own, loaded[name]) for name, own in other.model.named_parameters())
     assert Path(moebius.load(run_dir)) == checkpoint
     assert moebius.load(deeper).config == deeper.config  # also where a path is
-    with pytest.raises(ValueError, match="has no averaged weights"):
+    with pytest.raises(ValueError, match="has no averaged weights, which a run keeps with"):
         moebius.evaluate(moebius.load(run_dir), weights="average")
     for folder in (tmp_path, checkpoint.parent):
         with pytest.raises(ValueError, match="has no checkpoint"):

@@ -22,12 +22,7 @@ from moebius import api
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.report.history import read_history
 from moebius.cluster.report.summary import closing_words, draw_summary
-from moebius.distributed.checkpoint.format import (
-    CheckpointError,
-    Weights,
-    list_checkpoints,
-    open_checkpoint,
-)
+from moebius.distributed.checkpoint.format import Weights, list_checkpoints, open_checkpoint
 from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.checkpoint.source import read_source
 from moebius.train.config.run_config import Config
@@ -224,12 +219,6 @@ def test_everything_that_opens_a_model_reads_it(
     assert "averaged weights of step 8" in moebius("ckpt", "export", averaged, *words).text
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("embedding.weight"), weights["embedding"])
-
-
-def test_a_run_without_it_is_told_so(data: Path, tmp_path: Path) -> None:
-    run_dir = trained_in(tmp_path / "run", config_of(data, None, train__steps=1))
-    with pytest.raises(CheckpointError, match="has no averaged weights, which a run keeps with"):
-        api.load(run_dir, weights="average")
 
 
 @pytest.mark.parametrize(
