@@ -63,22 +63,20 @@ class Measurement:
 
 
 def measure(
-    run_dir: Path,
+    run_dir: Path | Restored,
     *,
     split: str = "validation",
     max_rows: int = 0,
     exit_rule: ExitRule | None = None,
-    restored: Restored | None = None,
     **which: Unpack[ModelChoice],
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, or a model.
         split: train or validation.
         max_rows: upper limit of rows; 0: all.
         exit_rule: when a sequence leaves before; None: never.
-        restored: the model, instead of the checkpoint's.
         which: as for `restore`.
 
     Raises:
@@ -86,7 +84,7 @@ def measure(
             the exit rule.
     """
     with start_process("auto") as process:
-        restored = restored or restore(run_dir, process, **which)
+        restored = restore(run_dir, process, **which)
         require_data(run_dir, restored)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
@@ -191,7 +189,7 @@ def measure_sliding(
 
 
 def measure_text(
-    run_dir: Path,
+    run_dir: Path | Restored,
     text: Sequence[str],
     *,
     seed: int = 0,
@@ -204,7 +202,7 @@ def measure_text(
     started by torchrun share their rows.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, or a model.
         text: files, folders, globs and URLs, and `prepare.key=value` of how to read them.
         seed: of group contexts, if the model needs them.
         on_text: called with a name and a number of bytes; returns the callback for finished bytes.

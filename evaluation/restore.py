@@ -37,6 +37,9 @@ class Restored:
     checkpoint: Path = Path()
     weights: Weights = "trained"
 
+    def __str__(self) -> str:
+        return str(self.checkpoint)
+
 
 class ModelChoice(TypedDict, total=False):
     """Names what `restore` makes of a run; without a key it is as trained, of the newest checkpoint."""
@@ -47,7 +50,7 @@ class ModelChoice(TypedDict, total=False):
 
 
 def restore(
-    run_dir: Path,
+    run_dir: Path | Restored,
     process: Process,
     *,
     step: int | None = None,
@@ -58,7 +61,7 @@ def restore(
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
     Args:
-        run_dir: the run folder, RUN@STEP, or a checkpoint's folder.
+        run_dir: the run folder, RUN@STEP, or a checkpoint's folder; a model stays as it is.
         process: this rank.
         step: of the checkpoint; None: the newest.
         depth_steps: total number of layer applications, for a model that shares layers; None: as
@@ -70,6 +73,9 @@ def restore(
         ValueError: the run or the checkpoint does not exist or has no average, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
+    if isinstance(run_dir, Restored):
+        run_dir.model.eval()
+        return run_dir
     checkpoint = find_checkpoint(run_dir, step)
     config = config_of(checkpoint)
     if loops is not None:
@@ -134,7 +140,7 @@ def refuse_pairs(restored: Restored) -> None:
         )
 
 
-def require_data(run_dir: Path, restored: Restored) -> None:
+def require_data(run_dir: Path | Restored, restored: Restored) -> None:
     """Checks that there is text to measure a loss on.
 
     Raises:

@@ -94,7 +94,7 @@ class ZeroShotReport:
 
 
 def measure_tasks(
-    run_dir: Path,
+    run_dir: Path | Restored,
     names: Sequence[str],
     data: Path | str,
     *,
@@ -112,7 +112,7 @@ def measure_tasks(
     Ranks started by torchrun share the items.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, or a model.
         names: of the tasks; "paper" means the paper's six, "all" those with a file.
         data: the folder of their files, or "hub".
         limit: upper limit of items per task; None: all.

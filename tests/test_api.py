@@ -482,6 +482,9 @@ def test_a_changed_model_goes_on(trained: Trained, tmp_path: Path) -> None:
     assert source.digest == moebius.start_from(trained.run_dir).source.digest
     losses = [moebius.evaluate(each, max_rows=4).result.loss for each in (loaded, saved)]
     assert losses[0] == losses[1] != before
+    (tmp_path / "text.txt").write_text("one two three")
+    of_text = [moebius.evaluate_text(each, tmp_path / "text.txt").loss for each in (loaded, saved)]
+    assert of_text[0] == of_text[1]
     for name, each in (("a", loaded), ("b", saved)):
         moebius.export(each, tmp_path / name, layout="safetensors")
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
