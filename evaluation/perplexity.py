@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from ..data_pipeline.errors import DataError, InputError
-from ..data_pipeline.make.tasks import in_batches, normalised_document
+from ..data_pipeline.make.tasks import encoded, in_batches, normalised_document
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.read.rows import SplitReader
-from ..data_pipeline.sources.documents import InputSplit
+from ..data_pipeline.sources.documents import Document, InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
+from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
 from ..distributed.checkpoint.loading import Weights
 from ..distributed.process.process import start_process
@@ -228,12 +229,16 @@ def measure_text(
     """
     source = _source_of(text)
     with start_process("auto") as process:
-        splits = plan_splits(source, logger.warning if process.rank == 0 else lambda news: None)
+        tell = logger.warning if process.rank == 0 else lambda news: None
+        splits = plan_splits(source, tell)
+        num_bytes = sum(split.num_bytes for split in splits)
+        process.agree("text", {"files of --text": f"{len(splits):,} of {num_bytes:,} bytes"})
         restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
         refuse_pairs(restored)
-        scorer = open_scorer(restored, process, seed=seed)
-        advance = on_text and on_text("text", sum(split.num_bytes for split in splits))
-        found = tuple(_scored(_documents(source, splits), restored, scorer, advance))
+        tokenizer, scorer = tokenizer_of_run(restored), open_scorer(restored, process, seed=seed)
+        documents = _documents(source, splits, tokenizer, tell)
+        advance = on_text and on_text("text", num_bytes)
+        found = tuple(_scored(documents, restored, tokenizer, scorer, advance))
     if not found:
         raise InputError(
             f"{some_of(source.input)}: there is no text in it: name files that hold some"
@@ -255,43 +260,51 @@ def _source_of(text: Sequence[str]) -> PrepareConfig:
         )
     if not files:
         raise ConfigError("no text is named: give its files, folders, globs or URLs")
-    unsplit = {"input": files, "split_bytes": 2**62}  # so that documents are counted over a file
-    return resolve_prepare(None, keys, {}, options=unsplit)
+    # documents are counted over a file, and token files name no tokenizer: they have the run's
+    options = {"input": files, "split_bytes": 2**62, "tokenizer": "bytes"}
+    return resolve_prepare(None, keys, {}, options=options)
 
 
-def _documents(source: PrepareConfig, splits: Sequence[InputSplit]) -> Iterator[tuple[str, str]]:
-    """Yields the id or place of each document with text, and its text."""
-    faults, limit = 0, source.encoding_faults
+def _documents(
+    source: PrepareConfig,
+    splits: Sequence[InputSplit],
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
+) -> Iterator[tuple[str, Document]]:
+    """Yields the documents with text, each with its id or place."""
+    rules, limit, faults = source.all_sources[0], source.encoding_faults, 0
     for split in splits:
-        for read in read_documents(split, source.all_sources[0], encoding_faults=limit):
+        for read in read_documents(split, rules, encoding_faults=limit, tokenizer=tokenizer):
             document = normalised_document(read, has_prompt=False)
+            if document.text and not document.fault:
+                yield document.record_id or f"{split.url}:{document.row + 1}", document
             faults += bool(document.fault)
             if isinstance(limit, int) and faults > limit:
                 limit_text = f"more than prepare.encoding_faults={limit} documents are faulty"
                 raise InputError(f"{split.url}: {limit_text}: repair the input, or raise the limit")
-            if document.text and not document.fault:
-                yield document.record_id or f"{split.url}:{document.row + 1}", document.text
+    if faults:
+        tell(f"{some_of(source.input)}: faulty documents left out: {faults:,}")
 
 
 def _scored(
-    documents: Iterator[tuple[str, str]],
+    documents: Iterator[tuple[str, Document]],
     restored: Restored,
+    tokenizer: Tokenizer,
     scorer: Scorer,
     advance: Advance | None,
 ) -> Iterator[SlidingMeasurement]:
-    """Yields the loss of each document; collective with several ranks."""
-    tokenizer, context = tokenizer_of_run(restored), restored.config.data.seq_len
-    batches = in_batches(documents, lambda document: len(document[1]), _CHARS_AT_A_TIME)
+    """Yields the loss of each document that has tokens; collective with several ranks."""
+    context = restored.config.data.seq_len
+    batches = in_batches(documents, lambda named: len(named[1].text), _CHARS_AT_A_TIME)
     for number, batch in enumerate(batches):
-        tokens = [ids.tolist() for ids in tokenizer.encode_batch([text for _, text in batch])]
-        families = [rolling_rows(ids, tokenizer.end_of_document_id, context) for ids in tokens]
+        pairs = encoded(tokenizer, None, [document for _, document in batch])
+        tokens = [(each, ids.tolist()) for each, (_, ids) in zip(batch, pairs, strict=True)]
+        tokens = [(each, ids) for each, ids in tokens if ids]
+        families = [rolling_rows(ids, tokenizer.end_of_document_id, context) for _, ids in tokens]
         scores = scorer.score(families, draw=number)
-        for (name, text), ids, rows in zip(batch, tokens, scores, strict=True):
-            total, size = sum(row.total() for row in rows), len(text.encode())
-            if ids:
-                yield SlidingMeasurement(
-                    restored.step, name, context, context, total, len(ids), size
-                )
+        for ((name, document), ids), rows in zip(tokens, scores, strict=True):
+            total, size = sum(row.total() for row in rows), len(document.text.encode())
+            yield SlidingMeasurement(restored.step, name, context, context, total, len(ids), size)
             if advance is not None:
                 advance(size)
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,13 +13,15 @@ import zstandard
 from made_folder import MadeFolder, documents
 from published_case import folder_of
 from small_corpus import sentences
-from world import run_ranks
+from world import RankFailed, run_ranks
 
 import moebius as package
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.rows import SplitReader
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.process.process import start_process
+from moebius.evaluation import perplexity
 from moebius.evaluation.perplexity import _stretches, measure, measure_sliding, measure_text
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config import Config
@@ -115,27 +119,46 @@ def test_the_loss_of_a_document_is_that_of_its_prepared_row(bytes_run, tmp_path)
     assert found[1].loss == pytest.approx(wanted, rel=1e-6)
 
 
-def measured_on_rank(run_dir, file):
-    found = measure_text(run_dir, [file])
+class DropsAccents(BytesTokenizer):
+    def encode_batch(self, texts):
+        return super().encode_batch([text.replace("\u0301", "") for text in texts])
+
+
+def measured_on_rank(run_dir, *files):
+    file = files[int(os.environ.get("RANK", "0")) % len(files)]
+    with mock.patch.object(perplexity, "tokenizer_of_run", return_value=DropsAccents()):
+        found = measure_text(run_dir, [file])
     return None if found is None else (found.log_probability, len(found.documents))
 
 
-def test_ranks_share_the_rows_of_a_text(bytes_run, tmp_path):
-    file = str(
-        write_records(tmp_path / "text.jsonl", ["".join(sentences(2, 30)), *sentences(3, 9)])
-    )
+@pytest.mark.parametrize(
+    "texts", [["".join(sentences(2, 30)), *sentences(3, 9)], ["\u0301", "One row for two ranks."]]
+)
+def test_ranks_share_the_rows_of_a_text(bytes_run, tmp_path, texts):
+    """A document without tokens does not count."""
+    file = str(write_records(tmp_path / "text.jsonl", texts))
     first, second = run_ranks(measured_on_rank, 2, bytes_run, file)
     assert second is None
     assert first == pytest.approx(measured_on_rank(bytes_run, file), rel=1e-6)
+    assert first[1] == len(texts) - ("\u0301" in texts)
 
 
-def test_files_of_any_format_are_measured_and_nothing_is_written(bytes_run, tmp_path, moebius):
+def test_ranks_with_other_files_say_so(bytes_run, tmp_path):
+    files = [str(write_records(tmp_path / f"{n}.jsonl", ["A document."] * n)) for n in (1, 2)]
+    with pytest.raises(RankFailed, match=r"files of --text: 1 of \d+ bytes on rank 0; 1 of \d+"):
+        run_ranks(measured_on_rank, 2, bytes_run, *files)
+
+
+def test_files_of_any_format_are_measured_and_nothing_is_written(
+    bytes_run, tmp_path, moebius, caplog
+):
     texts = ["One document.", "  \n", "Another, ” longer one. " * 9, "The third."]
     (tmp_path / "a.txt").write_text(texts[0])
     packed = write_records(tmp_path / "b.jsonl", texts[1:3], "said").read_bytes()
     (tmp_path / "b.jsonl").unlink()
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(packed))
     (tmp_path / "c.odd").write_text('{"said": "The third.", "id": 7}\nnot JSON\n')
+    np.array([*b"The third.", 256], np.uint16).tofile(tmp_path / "d.bin")
     before = {
         path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
     }
@@ -160,6 +183,9 @@ def test_files_of_any_format_are_measured_and_nothing_is_written(bytes_run, tmp_
         "eval", bytes_run, "--text", tmp_path / "c.odd", *keys, "--per-document", "--json"
     )
     assert json.loads(odd.out)["document"] == "7"
+    assert "c.odd: faulty documents left out: 1" in caplog.text
+    ids = moebius("eval", bytes_run, "--text", f"tokens:{tmp_path}/d.bin", "--json")
+    assert json.loads(ids.out)["loss"] == json.loads(odd.out)["loss"]
     after = {
         path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
     }
