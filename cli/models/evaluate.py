@@ -1,6 +1,7 @@
 """`moebius eval`, `chat` and `lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -150,7 +151,8 @@ def _add_chat(commands: Commands) -> None:
         "talk with a trained model in the terminal, or let it answer each line of a pipe",
         examples=["chat runs/mine", "chat runs/mine@500 --temperature 0.7 --top-p 0.9"],
         notes="Writes prompts as the run's chat template does; a model without one continues the text. "
-        "/reset forgets the conversation, Ctrl-C ends an answer, and /exit or Ctrl-D ends the command.",
+        "/reset forgets the conversation, Ctrl-C ends an answer (in a pipe, the command), and /exit or "
+        "Ctrl-D ends the command.",
     )
     add_checkpoint_argument(parser, steps=False)
     add_weights_argument(parser)
@@ -399,8 +401,9 @@ def _chat(options: argparse.Namespace) -> int:
                 prompt, num_tokens=options.max_tokens, seed=options.seed + number, **sampling
             ):
                 print(escaped(piece), end="", flush=True)
-        except KeyboardInterrupt:
-            pass  # ends the answer
+        except KeyboardInterrupt:  # ends the answer
+            if not sys.stdin.isatty():
+                raise
         except ValueError as error:
             print_message("error", str(error))
             code = 2
@@ -414,6 +417,8 @@ def _prompts(conversation: "Conversation") -> Iterator[str]:
     if is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401 - lets `input` edit its line
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a pipe may hold any bytes
     while sys.stdin is not None:
         try:
             line = input("> " if is_terminal else "")
@@ -429,7 +434,7 @@ def _prompts(conversation: "Conversation") -> Iterator[str]:
         if line.strip() == "/reset":
             conversation.turns.clear()
         elif line.strip():
-            yield line.encode(errors="surrogateescape").decode(errors="replace")
+            yield line
 
 
 def _restored(options: argparse.Namespace) -> "Restored":

@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,14 +81,15 @@ def chat(restored: Restored, asked: object, monkeypatch: pytest.MonkeyPatch, moe
     monkeypatch.setattr(evaluate, "_restored", lambda options: restored)
 
     def pipe(lines: str, *words: object) -> Any:
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        bytes_in = io.BytesIO(lines.encode("latin-1"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(bytes_in, "utf-8"))
         return moebius("chat", restored.checkpoint, *words)
 
     return pipe
 
 
 def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypatch: Any) -> None:
-    answer = chat("How?\n\n/reset\nWhy?\n/exit\nWho?\n")
+    answer = chat("How?\n\n/reset\nWhy \xff?\n/exit\nWho?\n")
     assert (answer.code, answer.out, answer.err) == (0, "Fine\nFine\n", "")
     answer = chat("x" * 999 + "\nHow?")
     assert (answer.code, answer.out) == (2, "\nFine\n")
@@ -101,8 +103,12 @@ def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypa
     )
     for option, value in (("--top-p", 0), ("--temperature", -1), ("--max-tokens", 0)):
         assert chat("", option, value).code == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "start it without torchrun" in chat("").err
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        assert "start it without torchrun" in chat("").err
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(texts, "generate", interrupted)
+    assert (chat("How?\nWhy?\n").code, interrupted.call_count) == (130, 1)
 
 
 def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
