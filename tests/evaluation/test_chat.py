@@ -142,6 +142,10 @@ def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
     assert seen[3] == "Last", "half of the context is free"
     list(conversation.answer("Next", **options))
     assert seen[4] == "LastAnswer 4\nNext"
+    monkeypatch.setattr(texts, "generate", mock.Mock(side_effect=ValueError("too long")))
+    with pytest.raises(ValueError, match="too long"):
+        list(conversation.answer("Refused", **options))
+    assert conversation.turns[-1] == ["Next", "Answer 5"]
 
 
 def test_a_model_that_cannot_generate_says_so_before_the_first_prompt(
