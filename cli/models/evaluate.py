@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import Commands, add_checkpoint_argument, add_command, add_weights_argument
 from ..console import console, print_message, print_plain
@@ -99,10 +99,7 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="number of tokens to generate; default: 100"
-    )
-    _add_sampling_arguments(parser)
+    _add_sampling_arguments(parser, tokens=100)
     parser.add_argument(
         "--draws",
         type=int,
@@ -122,7 +119,10 @@ def _add_eval(commands: Commands) -> None:
     _add_task_arguments(parser)
 
 
-def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_sampling_arguments(parser: argparse.ArgumentParser, *, tokens: int) -> None:
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help=f"number of tokens to generate; default: {tokens}"
+    )
     parser.add_argument(
         "--temperature",
         type=float,
@@ -156,11 +156,8 @@ def _add_chat(commands: Commands) -> None:
     )
     add_checkpoint_argument(parser, steps=False)
     add_weights_argument(parser)
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256"
-    )
-    _add_sampling_arguments(parser)
-    parser.set_defaults(step=None, loops=None)
+    _add_sampling_arguments(parser, tokens=256)
+    parser.set_defaults(**_DEFAULTS | {"tokens": 256, "step": None, "loops": None})
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,19 +214,14 @@ def _eval(options: argparse.Namespace) -> int:
             raise ValueError(f"{option} needs {wanted}: add it, or leave {option} out")
     if options.cache_loops is not None and options.cache_loops < 1:
         raise ValueError(f"--cache-loops {options.cache_loops} must be at least 1")
-    _fill_in(options)
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.loops is not None and len(options.loops) > 1:
         return _over_loops(options)
     measured = one_of[asked[0].removeprefix("--")] if asked else _measure
     measured(options)
     return 0
-
-
-def _fill_in(options: argparse.Namespace) -> None:
-    """Sets the defaults of options that the command has."""
-    for name, value in _DEFAULTS.items():
-        if getattr(options, name, value) is None:
-            setattr(options, name, value)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -362,33 +354,30 @@ def _score(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace) -> None:
     """Prints the model's continuation of the prompt as it is generated."""
-    from ...evaluation.generate import check_request
     from ...evaluation.text import write_text
 
-    check_request(options.tokens, options.temperature, options.top_p)  # before reading the model
-    for piece in write_text(
-        _restored(options),
-        options.prompt,
-        num_tokens=options.tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        cache_loops=options.cache_loops,
-        chat=options.chat,
-    ):
+    asked = {"seed": options.seed, "cache_loops": options.cache_loops, "chat": options.chat}
+    sampling = _sampling(options)
+    for piece in write_text(_restored(options), options.prompt, **asked, **sampling):
         print(piece, end="", flush=True)
     print()
 
 
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns how to sample, checked before the model is read."""
+    from ...evaluation.generate import check_request
+
+    given = {"temperature": options.temperature, "top_p": options.top_p}
+    check_request(options.tokens, **given)
+    return given | {"num_tokens": options.tokens}
+
+
 def _chat(options: argparse.Namespace) -> int:
     """Answers prompt after prompt; returns 2 if one could not be answered."""
-    from ...evaluation.generate import check_request
     from ...evaluation.text import Conversation
     from ...train.record.untrusted import escaped
 
-    _fill_in(options)
-    sampling = {"temperature": options.temperature, "top_p": options.top_p}
-    check_request(options.max_tokens, **sampling)
+    sampling = _sampling(options)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("chat answers in one process: start it without torchrun")
     conversation, code = Conversation(_restored(options)), 0
@@ -397,9 +386,7 @@ def _chat(options: argparse.Namespace) -> int:
         print_message("note", told, style="bold")
     for number, prompt in enumerate(_prompts(conversation)):
         try:
-            for piece in conversation.answer(
-                prompt, num_tokens=options.max_tokens, seed=options.seed + number, **sampling
-            ):
+            for piece in conversation.answer(prompt, seed=options.seed + number, **sampling):
                 print(escaped(piece), end="", flush=True)
         except KeyboardInterrupt:  # ends the answer
             if not sys.stdin.isatty():
