@@ -114,7 +114,7 @@ def _add_eval(commands: Commands) -> None:
         "prepare.text_field=NAME can stand among them",
     )
     parser.add_argument(
-        "--per-document", action="store_true", help="with --text: also the loss of each document"
+        "--per-document", action="store_true", help="with --text: first the loss of each document"
     )
     _add_task_arguments(parser)
 
@@ -328,7 +328,7 @@ def _measure_text(options: argparse.Namespace) -> None:
 
     from ...evaluation.perplexity import measure_text
     from ..console import progress_bars
-    from .evaluate_report import plain_loss, render_losses
+    from .evaluate_report import plain_loss
 
     given = {"step": options.step, "loops": _loops(options), "seed": options.seed}
     with progress_bars() as on_text:
@@ -337,13 +337,8 @@ def _measure_text(options: argparse.Namespace) -> None:
         )
     if found is None:  # only rank 0 has it
         return
-    if options.json:
-        for one in found.documents if options.per_document else [found]:
-            print(json.dumps(plain_loss(one)))
-    elif options.per_document:
-        console().print(render_losses(found))
-    else:
-        print_plain(found)
+    for one in (*found.documents, found) if options.per_document else (found,):
+        print_plain(json.dumps(plain_loss(one)) if options.json else one)
 
 
 def _score(options: argparse.Namespace) -> None:
