@@ -26,6 +26,7 @@ from ..data_pipeline.sources.documents import Document, InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
+from ..distributed.checkpoint.format import OnBytes, StartProgress
 from ..distributed.checkpoint.loading import Weights
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
@@ -34,7 +35,7 @@ from ..train.config.run_config import ConfigError
 from ..train.evaluate import Evaluation, evaluate
 from .batches import rolling_rows
 from .restore import Restored, refuse_pairs, require_data, restore, tokenizer_of_run
-from .scoring import Advance, Scorer, open_scorer
+from .scoring import Scorer, open_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ def measure_sliding(
     step: int | None = None,
     split: str = "validation",
     max_rows: int = 0,
-    advance: Callable[[int, int], None] | None = None,
     weights: Weights = "trained",
+    start_progress: StartProgress = lambda what, number: lambda more: None,
 ) -> SlidingMeasurement:
     """Returns the loss of a checkpoint over a split, with overlapping windows; one process.
 
@@ -159,8 +160,8 @@ def measure_sliding(
         step: of the checkpoint; None: the newest.
         split: train or validation.
         max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
-        advance: called with the number of finished tokens and their total.
         weights: those of the step, or their average.
+        start_progress: shows the tokens.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
@@ -179,6 +180,7 @@ def measure_sliding(
         scorer = open_scorer(restored)
         tokenizer = tokenizer_of_run(restored)
         num_rows = min(reader.num_rows, max_rows or reader.num_rows)
+        advance = start_progress("tokens", num_rows * data.seq_len)
         log_probability, tokens, num_bytes = 0.0, 0, 0
         for first, end in _stretches(reader.streams, num_rows):
             stream = _stream(reader, first, end)
@@ -187,8 +189,7 @@ def measure_sliding(
             log_probability += sum(score.total() for [score] in scores)
             tokens += len(stream) - 1
             num_bytes += len(tokenizer.decode(stream[1:]).encode())
-            if advance is not None:
-                advance(tokens, num_rows * data.seq_len)
+            advance(len(stream) - 1)
     if not num_bytes:
         raise ValueError(f"{data.directory}: the split {split!r} has no text to measure")
     return SlidingMeasurement(
@@ -204,7 +205,7 @@ def measure_text(
     loops: int | None = None,
     seed: int = 0,
     weights: Weights = "trained",
-    on_text: Callable[[str, int], Advance] | None = None,
+    start_progress: StartProgress = lambda what, number: lambda more: None,
 ) -> SlidingMeasurement | None:
     """Returns a checkpoint's loss on the documents of files, whatever its data is; writes nothing.
 
@@ -218,7 +219,7 @@ def measure_text(
         loops: repeats of the core; None: as trained.
         seed: of group contexts, if the model needs them.
         weights: those of the step, or their average.
-        on_text: called with a name and a number of bytes; returns the callback for finished bytes.
+        start_progress: shows the bytes.
 
     Returns:
         The loss on the first rank, with that of each document; None on others.
@@ -237,7 +238,7 @@ def measure_text(
         refuse_pairs(restored)
         tokenizer, scorer = tokenizer_of_run(restored), open_scorer(restored, process, seed=seed)
         documents = _documents(source, splits, tokenizer, tell)
-        advance = on_text and on_text("text", num_bytes)
+        advance = start_progress("text", num_bytes)
         found = tuple(_scored(documents, restored, tokenizer, scorer, advance))
     if not found:
         raise InputError(
@@ -291,7 +292,7 @@ def _scored(
     restored: Restored,
     tokenizer: Tokenizer,
     scorer: Scorer,
-    advance: Advance | None,
+    advance: OnBytes,
 ) -> Iterator[SlidingMeasurement]:
     """Yields the loss of each document that has tokens; collective with several ranks."""
     context = restored.config.data.seq_len
@@ -305,8 +306,7 @@ def _scored(
         for ((name, document), ids), rows in zip(tokens, scores, strict=True):
             total, size = sum(row.total() for row in rows), len(document.text.encode())
             yield SlidingMeasurement(restored.step, name, context, context, total, len(ids), size)
-            if advance is not None:
-                advance(size)
+            advance(size)
 
 
 def _stretches(streams: Sequence[range], num_rows: int) -> Iterator[tuple[int, int]]:

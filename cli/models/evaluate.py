@@ -305,20 +305,12 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
-    from rich.progress import Progress
-
     from ...evaluation.perplexity import measure_sliding
+    from ..console import progress_bars
 
-    screen = console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        bar = progress.add_task("tokens", total=None)
-        found = measure_sliding(
-            options.path,
-            stride=options.stride,
-            step=options.step,
-            advance=lambda done, total: progress.update(bar, completed=done, total=total),
-            weights=options.weights,
-        )
+    given = {"stride": options.stride, "step": options.step, "weights": options.weights}
+    with progress_bars(of_rows=True) as start_progress:
+        found = measure_sliding(options.path, **given, start_progress=start_progress)
     print(found)
 
 
@@ -330,11 +322,10 @@ def _measure_text(options: argparse.Namespace) -> None:
     from ..console import progress_bars
     from .evaluate_report import plain_loss
 
-    given = {"step": options.step, "loops": _loops(options), "seed": options.seed}
-    with progress_bars() as on_text:
-        found = measure_text(
-            options.path, options.text, weights=options.weights, on_text=on_text, **given
-        )
+    given = {"step": options.step, "weights": options.weights}
+    given |= {"loops": _loops(options), "seed": options.seed}
+    with progress_bars() as start_progress:
+        found = measure_text(options.path, options.text, **given, start_progress=start_progress)
     if found is None:  # only rank 0 has it
         return
     for one in (*found.documents, found) if options.per_document else (found,):
