@@ -199,7 +199,7 @@ def measure_sliding(
 
 def measure_text(
     run_dir: Path,
-    text: Sequence[str],
+    files: Sequence[str],
     *,
     step: int | None = None,
     loops: int | None = None,
@@ -214,7 +214,7 @@ def measure_text(
 
     Args:
         run_dir: the run folder.
-        text: files, folders, globs and URLs, and `prepare.key=value` of how to read them.
+        files: also folders, globs and URLs, and `prepare.key=value` of how to read them.
         step: of the checkpoint; None: the newest.
         loops: repeats of the core; None: as trained.
         seed: of group contexts, if the model needs them.
@@ -228,7 +228,7 @@ def measure_text(
         ValueError: the run, its checkpoint, its tokenizer or a file cannot be read, there is no
             text, or the model reads later positions.
     """
-    source = _source_of(text)
+    source = _source_of(files)
     with start_process("auto") as process:
         tell = logger.warning if process.rank == 0 else lambda news: None
         splits = plan_splits(source, tell)
@@ -251,10 +251,10 @@ def measure_text(
     return replace(found[0], split=some_of(source.input), documents=found, **whole)
 
 
-def _source_of(text: Sequence[str]) -> PrepareConfig:
+def _source_of(words: Sequence[str]) -> PrepareConfig:
     """Returns how to read files, from their names and the keys among them."""
-    keys = [word for word in text if word.startswith("prepare.") and "=" in word]
-    files = [word for word in text if word not in keys]
+    keys = [word for word in words if word.startswith("prepare.") and "=" in word]
+    files = [word for word in words if word not in keys]
     if unread := [key for key in keys if key.partition("=")[0] not in _READING]:
         raise ConfigError(
             f"{unread[0]}: leave it out; only {', '.join(_READING)} change how a text is read"
