@@ -4,9 +4,9 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from ..console import console, print_message, print_plain
 
 if TYPE_CHECKING:
     from ...evaluation.restore import Restored
-    from ...evaluation.text import Conversation
     from ...evaluation.zero_shot import ZeroShotReport
 
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
@@ -191,8 +190,8 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    one_of = {"tasks": _tasks, "score": _score, "stride": _measure_sliding, "prompt": _write}
-    one_of["text"] = _measure_text
+    one_of = {"tasks": _tasks, "score": _score, "stride": _measure_windows, "prompt": _write}
+    one_of["text"] = _measure_windows
     asked = [f"--{name}" for name in one_of if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
@@ -304,28 +303,21 @@ def _measure(options: argparse.Namespace) -> None:
     print(measure(options.path, step=options.step, loops=loops, exit_rule=rule, weights=weights))
 
 
-def _measure_sliding(options: argparse.Namespace) -> None:
-    from ...evaluation.perplexity import measure_sliding
-    from ..console import progress_bars
-
-    given = {"stride": options.stride, "step": options.step, "weights": options.weights}
-    with progress_bars(of_rows=True) as start_progress:
-        found = measure_sliding(options.path, **given, start_progress=start_progress)
-    print(found)
-
-
-def _measure_text(options: argparse.Namespace) -> None:
-    """Measures the loss on files; rank 0 prints it."""
+def _measure_windows(options: argparse.Namespace) -> None:
+    """Measures the loss on files, or over overlapping windows; rank 0 prints it."""
     import json
 
-    from ...evaluation.perplexity import measure_text
+    from ...evaluation.perplexity import measure_sliding, measure_text
     from ..console import progress_bars
     from .evaluate_report import plain_loss
 
-    given = {"step": options.step, "weights": options.weights}
-    given |= {"loops": _loops(options), "seed": options.seed}
-    with progress_bars() as start_progress:
-        found = measure_text(options.path, options.text, **given, start_progress=start_progress)
+    given: dict[str, Any] = {"step": options.step, "weights": options.weights}
+    with progress_bars(of_rows=options.text is None) as given["start_progress"]:
+        if options.text is None:
+            found = measure_sliding(options.path, stride=options.stride, **given)
+        else:
+            given |= {"loops": _loops(options), "seed": options.seed}
+            found = measure_text(options.path, options.text, **given)
     if found is None:  # only rank 0 has it
         return
     for one in (*found.documents, found) if options.per_document else (found,):
@@ -363,19 +355,29 @@ def _chat(options: argparse.Namespace) -> int:
     from ...evaluation.text import Conversation
     from ...train.record.untrusted import escaped
 
-    sampling = _sampling(options)
+    sampling, seeds = _sampling(options), count(options.seed)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("chat answers in one process: start it without torchrun")
     conversation, code = Conversation(_restored(options)), 0
     if conversation.template is None:
         told = f"{options.path} has no chat template: the model continues your text"
         print_message("note", told, style="bold")
-    for number, prompt in enumerate(_prompts(conversation)):
+    is_terminal = _opens_input()
+    while sys.stdin is not None:
         try:
-            for piece in conversation.answer(prompt, seed=options.seed + number, **sampling):
+            prompt = input("> " if is_terminal else "")
+            if (word := prompt.strip()) == "/exit":
+                break
+            if word == "/reset":
+                conversation.turns.clear()
+            if word in ("", "/reset"):
+                continue
+            for piece in conversation.answer(prompt, seed=next(seeds), **sampling):
                 print(escaped(piece), end="", flush=True)
-        except KeyboardInterrupt:  # ends the answer
-            if not sys.stdin.isatty():
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # ends the line or the answer
+            if not is_terminal:
                 raise
         except ValueError as error:
             print_message("error", str(error))
@@ -384,30 +386,15 @@ def _chat(options: argparse.Namespace) -> int:
     return code
 
 
-def _prompts(conversation: "Conversation") -> Iterator[str]:
-    """Yields the lines of standard input up to its end or /exit; /reset forgets the conversation."""
+def _opens_input() -> bool:
+    """Lets a terminal's line be edited, or a pipe hold any bytes; returns whether it is a terminal."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401 - lets `input` edit its line
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a pipe may hold any bytes
-    while sys.stdin is not None:
-        try:
-            line = input("> " if is_terminal else "")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            if not is_terminal:
-                raise
-            print()
-            continue
-        if line.strip() == "/exit":
-            return
-        if line.strip() == "/reset":
-            conversation.turns.clear()
-        elif line.strip():
-            yield line
+            import readline  # noqa: F401 - `input` uses it
+    return is_terminal
 
 
 def _restored(options: argparse.Namespace) -> "Restored":
