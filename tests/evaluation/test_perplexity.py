@@ -152,53 +152,45 @@ def test_ranks_with_other_files_say_so(bytes_run, tmp_path):
 def test_files_of_any_format_are_measured_and_nothing_is_written(
     bytes_run, tmp_path, moebius, caplog
 ):
+    def ask(*words):
+        return moebius("eval", f"{bytes_run}@2", "--text", *words)
+
+    def stamps():
+        paths = [*tmp_path.rglob("*"), *bytes_run.rglob("*")]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
+    a, b, odd, ids = (tmp_path / name for name in ("a.txt", "b.jsonl.zst", "c.odd", "d.bin"))
     texts = ["One document.", "  \n", "Another, ” longer one. " * 9, "The third."]
-    (tmp_path / "a.txt").write_text(texts[0])
-    packed = write_records(tmp_path / "b.jsonl", texts[1:3], "said").read_bytes()
-    (tmp_path / "b.jsonl").unlink()
-    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(packed))
-    (tmp_path / "c.odd").write_text('{"said": "The third.", "id": 7}\nnot JSON\n')
-    np.array([*b"The third.", 256], np.uint16).tofile(tmp_path / "d.bin")
-    before = {
-        path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
-    }
-    words = ("eval", f"{bytes_run}@2", "--text", tmp_path / "a.txt", tmp_path / "b.jsonl.zst")
-    field = "prepare.text_field=said"
-    lines = moebius(*words, field, "--per-document", "--json").out.splitlines()
+    a.write_text(texts[0])
+    records = write_records(tmp_path / "records", texts[1:3], "said").read_bytes()
+    b.write_bytes(zstandard.compress(records))
+    odd.write_text('{"said": "The third.", "id": 7}\nnot JSON\n')
+    np.array([*b"The third.", 256], np.uint16).tofile(ids)
+    before, field = stamps(), "prepare.text_field=said"
+    lines = ask(a, b, field, "--per-document", "--json").out.splitlines()
     *found, whole = [json.loads(line) for line in lines]
-    assert [one["document"] for one in found] == [f"{words[3]}:1", f"{words[4]}:2"]
+    assert [one["document"] for one in found] == [f"{a}:1", f"{b}:2"]
     assert [one["text_bytes"] for one in found] == [len(texts[n].strip().encode()) for n in (0, 2)]
-    assert whole == json.loads(moebius(*words, field, "--json").out)
     nats = sum(one["loss"] * one["tokens"] for one in found)
     assert whole["loss"] == pytest.approx(nats / sum(one["tokens"] for one in found))
     assert whole["bits_per_byte"] == pytest.approx(nats / math.log(2) / whole["text_bytes"])
-    lines = moebius(*words, field, "--per-document").out.splitlines()
-    for line, one in zip(lines, [*found, whole], strict=True):
-        assert f"loss {one['loss']:.4f} nats per token" in line
-    assert package.evaluate_text(bytes_run, [*words[3:], field]).loss == pytest.approx(
-        whole["loss"]
-    )
-    keys = ("prepare.format=jsonl", "prepare.id_field=id", "prepare.encoding_faults=1", field)
-    odd = moebius("eval", bytes_run, "--text", tmp_path / "c.odd", *keys, "--per-document")
-    assert "step 2, 7: loss " in odd.out
+    assert f"loss {whole['loss']:.4f} nats per token" in ask(a, b, field).out
+    assert package.evaluate_text(bytes_run, [a, b, field]).loss == pytest.approx(whole["loss"])
+    keys = ("prepare.format=jsonl", "prepare.id_field=id", field)
+    *lines, _ = ask(odd, *keys, "prepare.encoding_faults=1", "--per-document").out.splitlines()
     assert "c.odd: faulty documents left out: 1" in caplog.text
-    ids = moebius("eval", bytes_run, "--text", f"tokens:{tmp_path}/d.bin", "--json")
-    assert f"loss {json.loads(ids.out)['loss']:.4f} nats" in odd.out
-    after = {
-        path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
-    }
-    assert after == before
-    for given, message in (
-        ((*keys[:2], "prepare.encoding_faults=0", field), "more than prepare.encoding_faults=0"),
-        ((), "has an unknown suffix: .*prepare.format=jsonl"),
-        (("prepare.format=jsonl",), "write prepare.text_field=said"),
+    loss = json.loads(ask(f"tokens:{ids}", "--json").out)["loss"]
+    assert [line.partition(" nats")[0] for line in lines] == [f"step 2, 7: loss {loss:.4f}"]
+    assert stamps() == before
+    a.write_text(" \n\n")
+    for words, message in (
+        ((odd, *keys, "prepare.encoding_faults=0"), "more than prepare.encoding_faults=0"),
+        ((odd,), "has an unknown suffix: .*prepare.format=jsonl"),
+        ((odd, *keys[:1]), "write prepare.text_field=said"),
+        ((a,), "there is no text in it"),
     ):
-        answer = moebius("eval", bytes_run, "--text", tmp_path / "c.odd", *given)
-        assert answer.code == 2
-        assert re.search(message, answer.err), answer.err
-    (tmp_path / "a.txt").write_text(" \n\n")
-    answer = moebius("eval", bytes_run, "--text", tmp_path / "a.txt")
-    assert (answer.code, "there is no text in it" in answer.err) == (2, True)
+        answer = ask(*words)
+        assert (answer.code, bool(re.search(message, answer.err))) == (2, True), answer.err
 
 
 @pytest.mark.needs_shared
