@@ -7,7 +7,7 @@ context. Bits per byte divide by the text's UTF-8 bytes instead of tokens, so th
 different tokenizers compare.
 
 A document of a file is scored as lm-evaluation-harness does (`loglikelihood_rolling`): after an end of
-document, in windows that do not overlap, without its own end.
+document, without its own end, in windows that do not overlap, of which the last reaches back to be as long.
 """
 
 import logging

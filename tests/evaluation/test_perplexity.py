@@ -16,8 +16,6 @@ from small_corpus import sentences
 from world import RankFailed, run_ranks
 
 import moebius as package
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.rows import SplitReader
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.process.process import start_process
@@ -25,7 +23,6 @@ from moebius.evaluation import perplexity
 from moebius.evaluation.perplexity import _stretches, measure, measure_sliding, measure_text
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config import Config
-from moebius.train.evaluate import read_rows
 from moebius.train.families.import_run import import_folder
 
 S = 64  # of the run
@@ -97,26 +94,20 @@ def write_records(path, texts, field="text"):
     return path
 
 
-def test_the_loss_of_a_document_is_that_of_its_prepared_row(bytes_run, tmp_path):
-    """Each document fills its window, so the second row is the end of the first and the second."""
-    texts = [("One. " if n else "Two. ") + "word, " * 9 + "last." for n in range(2)]
-    assert {len(text) for text in texts} == {S}
-    file = write_records(tmp_path / "two.jsonl", texts)
-    other = write_records(tmp_path / "other.jsonl", sentences(1, 40))
-    side = (str(file),)
-    config = PrepareConfig(tokenizer="bytes", input=(str(other),), validation_input=side)
-    prepare(config, tmp_path / "shards")
-    found = package.evaluate_text(bytes_run, file).documents
+def test_a_document_is_scored_as_by_a_plain_pass_over_each_window(bytes_run, tmp_path):
+    texts = ["Short.", "word, " * 25 + "last."]
+    found = package.evaluate_text(bytes_run, write_records(tmp_path / "two.jsonl", texts))
     with start_process("cpu") as process, torch.no_grad():
-        restored = restore(bytes_run, process)
-        data = restored.config.data.model_copy(update={"directory": str(tmp_path / "shards")})
-        config = restored.config.model_copy(update={"data": data})
-        [rows] = read_rows(config, process.device)
-        assert bytes(rows.targets_BS[1].tolist()).decode() == texts[1]
-        logits_SV = restored.model(rows.tokens_BS[1:2]).logits_BSV[0].double()
-    wanted = torch.nn.functional.cross_entropy(logits_SV, rows.targets_BS[1]).item()
-    assert (found[1].tokens, found[1].text_bytes) == (S, S)
-    assert found[1].loss == pytest.approx(wanted, rel=1e-6)
+        model = restore(bytes_run, process).model
+        for one, text in zip(found.documents, texts, strict=True):
+            total, line = 0.0, [256, *text.encode()]
+            for first in range(0, len(text), S):
+                end = min(first + S, len(text))
+                row = torch.tensor(line[max(0, end - S) : end + 1])
+                log_p_SV = model(row[None, :-1]).logits_BSV[0].double().log_softmax(-1)
+                total += log_p_SV.gather(1, row[1:, None])[first - end :].sum().item()
+            assert one.log_probability == pytest.approx(total, rel=1e-5)
+            assert (one.tokens, one.text_bytes) == (len(text), len(text))
 
 
 class DropsAccents(BytesTokenizer):
