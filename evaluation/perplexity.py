@@ -294,18 +294,20 @@ def _scored(
     scorer: Scorer,
     advance: OnBytes,
 ) -> Iterator[SlidingMeasurement]:
-    """Yields the loss of each document that has tokens; collective with several ranks."""
+    """Yields the loss of each document; collective with several ranks."""
     context = restored.config.data.seq_len
     batches = in_batches(documents, lambda named: len(named[1].text), _CHARS_AT_A_TIME)
     for number, batch in enumerate(batches):
         pairs = encoded(tokenizer, None, [document for _, document in batch])
-        tokens = [(each, ids.tolist()) for each, (_, ids) in zip(batch, pairs, strict=True)]
-        tokens = [(each, ids) for each, ids in tokens if ids]
-        families = [rolling_rows(ids, tokenizer.end_of_document_id, context) for _, ids in tokens]
+        tokens = [ids.tolist() for _, ids in pairs]
+        families = [rolling_rows(ids, tokenizer.end_of_document_id, context) for ids in tokens]
         scores = scorer.score(families, draw=number)
-        for ((name, document), ids), rows in zip(tokens, scores, strict=True):
+        for (name, document), ids, rows in zip(batch, tokens, scores, strict=True):
             total, size = sum(row.total() for row in rows), len(document.text.encode())
-            yield SlidingMeasurement(restored.step, name, context, context, total, len(ids), size)
+            if ids:
+                yield SlidingMeasurement(
+                    restored.step, name, context, context, total, len(ids), size
+                )
             advance(size)
 
 
