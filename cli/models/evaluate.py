@@ -108,6 +108,7 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--text",
         nargs="+",
+        action="extend",
         metavar="FILE",
         help="measure the loss on these files, folders, globs or URLs, in any format of `prepare`; "
         "prepare.text_field=NAME can stand among them",

@@ -148,7 +148,7 @@ def test_files_of_any_format_are_measured_and_nothing_is_written(
     nats = sum(one["loss"] * one["tokens"] for one in found)
     assert whole["loss"] == pytest.approx(nats / sum(one["tokens"] for one in found))
     assert whole["bits_per_byte"] == pytest.approx(nats / math.log(2) / whole["text_bytes"])
-    assert f"loss {whole['loss']:.4f} nats per token" in ask(a, b, field).out
+    assert f"loss {whole['loss']:.4f} nats per token" in ask(a, "--text", b, field).out
     assert package.evaluate_text(bytes_run, [a, b, field]).loss == pytest.approx(whole["loss"])
     keys = ("prepare.format=jsonl", "prepare.id_field=id", field)
     *lines, _ = ask(odd, *keys, "prepare.encoding_faults=1", "--per-document").out.splitlines()
