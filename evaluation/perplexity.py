@@ -13,7 +13,7 @@ document, without its own end, in windows that do not overlap, of which the last
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +113,7 @@ class SlidingMeasurement:
     log_probability: float  # nats, of all tokens together
     tokens: int
     text_bytes: int
-    documents: tuple["SlidingMeasurement", ...] = ()  # of files
+    documents: tuple["SlidingMeasurement", ...] = field(default=(), repr=False)  # of files
 
     @property
     def loss(self) -> float:
