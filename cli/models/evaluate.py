@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -337,9 +338,16 @@ def _write(options: argparse.Namespace) -> None:
 
     asked = {"seed": options.seed, "cache_loops": options.cache_loops, "chat": options.chat}
     sampling = _sampling(options)
-    for piece in write_text(_restored(options), options.prompt, **asked, **sampling):
-        print(piece, end="", flush=True)
+    _show(write_text(_restored(options), options.prompt, **asked, **sampling))
     print()
+
+
+def _show(pieces: Iterator[str]) -> None:
+    """Prints a text as it is written; a terminal shows control characters instead of obeying them."""
+    from ...train.record.untrusted import escaped
+
+    for piece in pieces:
+        print(escaped(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -354,7 +362,6 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 def _chat(options: argparse.Namespace) -> int:
     """Answers prompt after prompt; returns 2 if one could not be answered."""
     from ...evaluation.text import Conversation
-    from ...train.record.untrusted import escaped
 
     sampling, seeds = _sampling(options), count(options.seed)
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -373,8 +380,7 @@ def _chat(options: argparse.Namespace) -> int:
                 conversation.turns.clear()
             if word in ("", "/reset"):
                 continue
-            for piece in conversation.answer(prompt, seed=next(seeds), **sampling):
-                print(escaped(piece), end="", flush=True)
+            _show(conversation.answer(prompt, seed=next(seeds), **sampling))
         except EOFError:
             break
         except KeyboardInterrupt:  # ends the line or the answer

@@ -104,6 +104,11 @@ def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypa
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         assert "start it without torchrun" in chat("").err
+    clears = open_tokenizer(str(restored.checkpoint / "source")).encode_batch(["\x1b[2J"])[0]
+    monkeypatch.setattr(texts, "generate", lambda *given, **options: clears.tolist())
+    assert chat("How?\n").out == "\x1b[2J\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert chat("How?\n").out == "\\x1b[2J\n"
     interrupted = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(texts, "generate", interrupted)
     assert (chat("How?\nWhy?\n").code, interrupted.call_count) == (130, 1)
