@@ -36,8 +36,7 @@ from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.read.given import giving
 from .data_pipeline.words import run_and_step
-from .distributed.checkpoint.format import find_checkpoint
-from .distributed.checkpoint.loading import Weights
+from .distributed.checkpoint.format import Weights, find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text
@@ -334,10 +333,8 @@ def evaluate(
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
-    if isinstance(path, LoadedModel) and step is None:
-        here = path.checkpoint
-        return measure(here, split=split, max_rows=max_rows, restored=path._restored)
-    return measure(Path(path), step=step, split=split, max_rows=max_rows, weights=weights)
+    model = _path_or_model(path, step, weights)
+    return measure(model, step=step, split=split, max_rows=max_rows, weights=weights)
 
 
 @checked
@@ -360,7 +357,8 @@ def evaluate_text(
         ValueError: the run or a file cannot be read, or the model reads the future.
     """
     named = [files] if isinstance(files, str | PathLike) else files
-    found = measure_text(Path(path), list(map(os.fspath, named)), step=step, weights=weights)
+    model = _path_or_model(path, step, weights)
+    found = measure_text(model, list(map(os.fspath, named)), step=step, weights=weights)
     assert found is not None, "one process"
     return found
 
@@ -389,7 +387,7 @@ def score_tasks(
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
     """
     report = measure_tasks(
-        Path(path),
+        _path_or_model(path, step, weights),
         tasks.split(",") if isinstance(tasks, str) else tasks,
         "hub" if data == "hub" else Path(data),
         step=step,
@@ -582,6 +580,15 @@ def save(model: LoadedModel, folder: str | PathLike[str]) -> Path:
     """
     save_model(Path(folder), model.model, model.config, model.checkpoint)
     return Path(folder)
+
+
+def _path_or_model(
+    path: str | PathLike[str], step: int | None, weights: Weights = "trained"
+) -> Path | Restored:
+    """Returns a loaded model as it is now, unless something else of its run is asked for."""
+    if isinstance(path, LoadedModel) and step is None and weights == "trained":
+        return path._restored
+    return Path(path)
 
 
 def _opened(

@@ -93,7 +93,8 @@ def dry_run(
     """
     console, run_dir = console or Console(), run_dir.absolute()
     refusals(config, run_dir, source, console=console)
-    has_data = is_prepared(config.data.directory) and read_manifest(config.data.directory).complete
+    where = config.data.directory
+    has_data = (is_prepared(where) and read_manifest(where).complete) or bool(config.data.dataset)
     note = check_data(config, run_dir, is_whole=has_data)
     with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
         folder = Path(name)

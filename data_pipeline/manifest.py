@@ -274,9 +274,9 @@ def manifest_name(number: int) -> str:
 
 
 def is_prepared(directory: str | Path) -> bool:
-    """Returns whether a folder holds prepared data, complete, growing or damaged."""
+    """Returns whether a folder holds prepared data, complete, growing or damaged; "" is none."""
     first = Path(directory) / manifest_name(0)
-    return first.exists() or _later_than(first, 0) is not None
+    return directory != "" and (first.exists() or _later_than(first, 0) is not None)
 
 
 # ---- reading

@@ -11,8 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..data_pipeline.words import run_and_step
-from ..distributed.checkpoint.format import find_checkpoint
-from ..distributed.checkpoint.loading import Weights
+from ..distributed.checkpoint.format import Weights, find_checkpoint
 from ..model.cost import forward_flops
 from ..train.record.run_folder import config_of
 from .perplexity import measure

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
@@ -26,15 +27,14 @@ from ..data_pipeline.sources.documents import Document, InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
-from ..distributed.checkpoint.format import OnBytes, StartProgress
-from ..distributed.checkpoint.loading import Weights
+from ..distributed.checkpoint.format import OnBytes, StartProgress, Weights
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
 from ..train.config.resolve import resolve_prepare
 from ..train.config.run_config import ConfigError
 from ..train.evaluate import Evaluation, evaluate
 from .batches import rolling_rows
-from .restore import Restored, refuse_pairs, require_data, restore, tokenizer_of_run
+from .restore import ModelChoice, Restored, refuse_pairs, require_data, restore, tokenizer_of_run
 from .scoring import Scorer, open_scorer
 
 logger = logging.getLogger(__name__)
@@ -64,34 +64,28 @@ class Measurement:
 
 
 def measure(
-    run_dir: Path,
+    run_dir: Path | Restored,
     *,
-    step: int | None = None,
     split: str = "validation",
     max_rows: int = 0,
-    loops: int | None = None,
     exit_rule: ExitRule | None = None,
-    restored: Restored | None = None,
-    weights: Weights = "trained",
+    **which: Unpack[ModelChoice],
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
     Args:
-        run_dir: the run folder.
-        step: of the checkpoint; None: the newest.
+        run_dir: the run folder, or a model.
         split: train or validation.
         max_rows: upper limit of rows; 0: all.
-        loops: repeats of the core; None: as trained.
         exit_rule: when a sequence leaves before; None: never.
-        restored: the model, instead of the checkpoint's.
-        weights: those of the step, or their average.
+        which: as for `restore`.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot follow
             the exit rule.
     """
     with start_process("auto") as process:
-        restored = restored or restore(run_dir, process, step=step, loops=loops, weights=weights)
+        restored = restore(run_dir, process, **which)
         require_data(run_dir, restored)
         if exit_rule is not None:
             exit_rule.check(restored.config.model)
@@ -99,7 +93,7 @@ def measure(
         config = restored.config.model_copy(update={"train": train})
         result = evaluate(restored.model, config, process, split=split, exit_rule=exit_rule)
         restored.model.eval()
-    return Measurement(restored.step, split, result, weights)
+    return Measurement(restored.step, split, result, restored.weights)
 
 
 @dataclass(frozen=True)
@@ -143,11 +137,10 @@ def measure_sliding(
     run_dir: Path,
     *,
     stride: int,
-    step: int | None = None,
     split: str = "validation",
     max_rows: int = 0,
-    weights: Weights = "trained",
     start_progress: StartProgress = lambda what, number: lambda more: None,
+    **which: Unpack[ModelChoice],
 ) -> SlidingMeasurement:
     """Returns the loss of a checkpoint over a split, with overlapping windows; one process.
 
@@ -157,11 +150,10 @@ def measure_sliding(
     Args:
         run_dir: the run folder.
         stride: tokens by which windows move; the run's seq_len means no overlap.
-        step: of the checkpoint; None: the newest.
         split: train or validation.
         max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
-        weights: those of the step, or their average.
         start_progress: shows the tokens.
+        which: as for `restore`.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
@@ -170,7 +162,7 @@ def measure_sliding(
     with start_process("auto") as process:
         if process.world_size > 1:
             raise ValueError("--stride measures in one process: start it without torchrun")
-        restored = restore(run_dir, process, step=step, weights=weights)
+        restored = restore(run_dir, process, **which)
         refuse_pairs(restored)
         require_data(run_dir, restored)
         data = restored.config.data
@@ -198,14 +190,12 @@ def measure_sliding(
 
 
 def measure_text(
-    run_dir: Path,
+    run_dir: Path | Restored,
     files: Sequence[str],
     *,
-    step: int | None = None,
-    loops: int | None = None,
     seed: int = 0,
-    weights: Weights = "trained",
     start_progress: StartProgress = lambda what, number: lambda more: None,
+    **which: Unpack[ModelChoice],
 ) -> SlidingMeasurement | None:
     """Returns a checkpoint's loss on the documents of files, whatever its data is; writes nothing.
 
@@ -213,13 +203,11 @@ def measure_text(
     started by torchrun share their rows.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, or a model.
         files: also folders, globs and URLs, and `prepare.key=value` of how to read them.
-        step: of the checkpoint; None: the newest.
-        loops: repeats of the core; None: as trained.
         seed: of group contexts, if the model needs them.
-        weights: those of the step, or their average.
         start_progress: shows the bytes.
+        which: as for `restore`.
 
     Returns:
         The loss on the first rank, with that of each document; None on others.
@@ -234,7 +222,7 @@ def measure_text(
         splits = plan_splits(source, tell)
         num_bytes = sum(split.num_bytes for split in splits)
         process.agree("text", {"files of --text": f"{len(splits):,} of {num_bytes:,} bytes"})
-        restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
+        restored = restore(run_dir, process, **which)
         refuse_pairs(restored)
         tokenizer, scorer = tokenizer_of_run(restored), open_scorer(restored, process, seed=seed)
         documents = _documents(source, splits, tokenizer, tell)

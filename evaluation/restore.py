@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
@@ -12,8 +13,8 @@ from ..data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, To
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..data_pipeline.tokenizers.tokenizer import check_meaning, prepared_tokenizer
 from ..data_pipeline.words import run_and_step
-from ..distributed.checkpoint.format import find_checkpoint
-from ..distributed.checkpoint.loading import Weights, load
+from ..distributed.checkpoint.format import Weights, find_checkpoint
+from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
@@ -34,10 +35,22 @@ class Restored:
     config: Config
     step: int
     checkpoint: Path = Path()
+    weights: Weights = "trained"
+
+    def __str__(self) -> str:
+        return str(self.checkpoint)
+
+
+class ModelChoice(TypedDict, total=False):
+    """Names what `restore` makes of a run; without a key it is as trained, of the newest checkpoint."""
+
+    step: int | None
+    loops: int | None
+    weights: Weights
 
 
 def restore(
-    run_dir: Path,
+    run_dir: Path | Restored,
     process: Process,
     *,
     step: int | None = None,
@@ -48,7 +61,7 @@ def restore(
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
     Args:
-        run_dir: the run folder, RUN@STEP, or a checkpoint's folder.
+        run_dir: the run folder, RUN@STEP, or a checkpoint's folder; a model stays as it is.
         process: this rank.
         step: of the checkpoint; None: the newest.
         depth_steps: total number of layer applications, for a model that shares layers; None: as
@@ -60,6 +73,9 @@ def restore(
         ValueError: the run or the checkpoint does not exist or has no average, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
+    if isinstance(run_dir, Restored):
+        run_dir.model.eval()
+        return run_dir
     checkpoint = find_checkpoint(run_dir, step)
     config = config_of(checkpoint)
     if loops is not None:
@@ -87,7 +103,7 @@ def restore(
     if is_prepared(config.data.directory):
         check_meaning(config.data.directory, meta.get("data") or {})
     model.before_step(meta["progress"]["step"])
-    return Restored(model.eval(), config, meta["progress"]["step"], checkpoint)
+    return Restored(model.eval(), config, meta["progress"]["step"], checkpoint, weights)
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:
@@ -124,7 +140,7 @@ def refuse_pairs(restored: Restored) -> None:
         )
 
 
-def require_data(run_dir: Path, restored: Restored) -> None:
+def require_data(run_dir: Path | Restored, restored: Restored) -> None:
     """Checks that there is text to measure a loss on.
 
     Raises:

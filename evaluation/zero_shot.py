@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
 from ..data_pipeline.sources.columns import write_rows
-from ..distributed.checkpoint.loading import Weights
+from ..distributed.checkpoint.format import Weights
 from ..distributed.process.process import start_process
 from ..plugins import Registry
-from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
+from .restore import ModelChoice, Restored, refuse_pairs, restore, tokenizer_of_run
 from .scoring import Advance, RowScore, Scorer, open_scorer
 from .tasks.items import (
     HUB,
@@ -93,39 +94,35 @@ class ZeroShotReport:
 
 
 def measure_tasks(
-    run_dir: Path,
+    run_dir: Path | Restored,
     names: Sequence[str],
     data: Path | str,
     *,
-    step: int | None = None,
     limit: int | None = None,
     context: int | None = None,
     too_long: WhenTooLong = "fail",
     draws: int = 1,
     seed: int = 0,
     per_item: Path | None = None,
-    loops: int | None = None,
     on_task: StartTask | None = None,
-    weights: Weights = "trained",
+    **which: Unpack[ModelChoice],
 ) -> ZeroShotReport | None:
     """Scores a checkpoint on tasks.
 
     Ranks started by torchrun share the items.
 
     Args:
-        run_dir: the run folder.
+        run_dir: the run folder, or a model.
         names: of the tasks; "paper" means the paper's six, "all" those with a file.
         data: the folder of their files, or "hub".
-        step: of the checkpoint; None: the newest.
         limit: upper limit of items per task; None: all.
         context: the longest input in tokens; None: as in training.
         too_long: treatment of items with a longer answer.
         draws: of the group context, for a model that routes sequences together.
         seed: of these draws.
         per_item: Parquet file for each item's scores (`item_rows`); None: none is written.
-        loops: repeats of the core; None: as trained.
         on_task: called when a task begins.
-        weights: those of the step, or their average.
+        which: as for `restore`.
 
     Returns:
         The report on the first rank, None on others.
@@ -141,7 +138,7 @@ def measure_tasks(
         raise TaskError(f"--per-item {per_item}: the folder {per_item.parent} does not exist")
     chosen = chosen_tasks(names, data)
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step, loops=loops, weights=weights)
+        restored = restore(run_dir, process, **which)
         refuse_pairs(restored)
         encoder = encoder_of(restored, context)
         scorer = open_scorer(restored, process, seed=seed)
@@ -170,7 +167,7 @@ def measure_tasks(
             ranks=process.world_size,
             seconds=time.monotonic() - started,
             tasks=results,
-            weights=weights,
+            weights=restored.weights,
         )
 
 

@@ -17,6 +17,7 @@ class Scenario:
     skew: RoutingSkew
     micro_batches: int = 1  # accumulated by a rank per step
     captures: bool = False  # as CUDA graphs, where the layout admits it
+    average_bytes: int = 0  # per weight, of their averages
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ rows.
 
 A weight takes 4 bytes for its float32 master, 8 for Adam's moments (4 for Muon's) and 4 for its
 gradient, plus 2 + 2 for the products' copy and its gradient in bfloat16: 18 or 20 before sharding. Unsharded
-gradients have a second copy in the buckets that are summed.
+gradients have a second copy in the buckets that are summed. Averages count as moments.
 """
 
 from ..model.head_loss import rows_of_chunk
@@ -26,7 +26,8 @@ def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
         weights,
         gradients,
         MASTER_BYTES * held,
-        MOMENTS_BYTES * held - MOMENTS_BYTES / 2 * muon_held(work, candidate),
+        (MOMENTS_BYTES + scenario.average_bytes) * held
+        - MOMENTS_BYTES / 2 * muon_held(work, candidate),
         activations,
         routed,
         # One chunk with its log-softmax and gradient in float32 (model/head_loss.py).

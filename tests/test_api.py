@@ -279,6 +279,10 @@ def test_a_checkpoint_is_loaded_by_its_folder_and_at_other_depths(
     loaded = moebius.load(run_dir).model.state_dict()
     for other in (moebius.load(checkpoint), deeper):
         assert all(torch.equal(own, loaded[name]) for name, own in other.model.named_parameters())
+    assert Path(moebius.load(run_dir)) == checkpoint
+    assert moebius.load(deeper).config == deeper.config  # also where a path is
+    with pytest.raises(ValueError, match="has no averaged weights, which a run keeps with"):
+        moebius.evaluate(moebius.load(run_dir), weights="average")
     for folder in (tmp_path, checkpoint.parent):
         with pytest.raises(ValueError, match="has no checkpoint"):
             moebius.load(folder)
@@ -439,6 +443,8 @@ def test_a_run_on_rows_of_python_is_killed_and_continued(tmp_path: Path) -> None
     given = {"data": (rows[:50], rows[50:]), "show": False}
     config = moebius.recipe("smoke", "train.log_every=1", words, **TINY)
     whole, run = tmp_path / "whole", tmp_path / "run"
+    assert moebius.fit(config, whole, dry_run=True, **given).state is State.SUCCEEDED
+    assert not whole.exists()
     moebius.fit(config, whole, **given)
     status = moebius.fit(moebius.recipe(config, "job.rehearse_failure_at_step=4"), run, **given)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
@@ -476,6 +482,9 @@ def test_a_changed_model_goes_on(trained: Trained, tmp_path: Path) -> None:
     assert source.digest == moebius.start_from(trained.run_dir).source.digest
     losses = [moebius.evaluate(each, max_rows=4).result.loss for each in (loaded, saved)]
     assert losses[0] == losses[1] != before
+    (tmp_path / "text.txt").write_text("one two three")
+    of_text = [moebius.evaluate_text(each, tmp_path / "text.txt").loss for each in (loaded, saved)]
+    assert of_text[0] == of_text[1]
     for name, each in (("a", loaded), ("b", saved)):
         moebius.export(each, tmp_path / name, layout="safetensors")
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")

@@ -15,7 +15,7 @@ from ..arguments import Commands, add_checkpoint_argument, add_command, add_weig
 from ..console import console, print_message, print_plain
 
 if TYPE_CHECKING:
-    from ...evaluation.restore import Restored
+    from ...evaluation.restore import ModelChoice, Restored
     from ...evaluation.zero_shot import ZeroShotReport
 
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
@@ -262,7 +262,7 @@ def _tasks(options: argparse.Namespace) -> None:
 
     from .evaluate_report import plain_report, render_report
 
-    report = _scores(options, _loops(options))
+    report = _scores(options)
     if report is None:  # only rank 0 has it
         return
     if options.json:
@@ -271,7 +271,7 @@ def _tasks(options: argparse.Namespace) -> None:
         console().print(render_report(report))
 
 
-def _scores(options: argparse.Namespace, loops: int | None) -> "ZeroShotReport | None":
+def _scores(options: argparse.Namespace, loops: int | None = None) -> "ZeroShotReport | None":
     from ...evaluation.tasks.items import HUB
     from ...evaluation.zero_shot import measure_tasks
     from ..console import progress_bars
@@ -283,16 +283,14 @@ def _scores(options: argparse.Namespace, loops: int | None) -> "ZeroShotReport |
             options.path,
             [name for name in options.tasks.split(",") if name],
             options.data if options.data == HUB else Path(options.data),
-            step=options.step,
             limit=options.limit,
             context=options.context,
             too_long=options.too_long or "fail",
             draws=options.draws,
             seed=options.seed,
             per_item=options.per_item,
-            loops=loops,
             on_task=on_task,
-            weights=options.weights,
+            **_which(options, loops),
         )
 
 
@@ -301,8 +299,7 @@ def _measure(options: argparse.Namespace) -> None:
     from ...model.loops.exits import ExitRule
 
     rule = None if options.exit is None else ExitRule.parse(options.exit)
-    loops, weights = _loops(options), options.weights
-    print(measure(options.path, step=options.step, loops=loops, exit_rule=rule, weights=weights))
+    print(measure(options.path, exit_rule=rule, **_which(options)))
 
 
 def _measure_windows(options: argparse.Namespace) -> None:
@@ -313,13 +310,12 @@ def _measure_windows(options: argparse.Namespace) -> None:
     from ..console import progress_bars
     from .evaluate_report import plain_loss
 
-    given: dict[str, Any] = {"step": options.step, "weights": options.weights}
-    with progress_bars(of_rows=options.text is None) as given["start_progress"]:
+    with progress_bars(of_rows=options.text is None) as start_progress:
+        given: dict[str, Any] = {**_which(options), "start_progress": start_progress}
         if options.text is None:
             found = measure_sliding(options.path, stride=options.stride, **given)
         else:
-            given |= {"loops": _loops(options), "seed": options.seed}
-            found = measure_text(options.path, options.text, **given)
+            found = measure_text(options.path, options.text, seed=options.seed, **given)
     if found is None:  # only rank 0 has it
         return
     for one in (*found.documents, found) if options.per_document else (found,):
@@ -410,17 +406,13 @@ def _restored(options: argparse.Namespace) -> "Restored":
     from ...evaluation.restore import restore
 
     with start_process("auto") as process:
-        return restore(
-            options.path,
-            process,
-            step=options.step,
-            loops=_loops(options),
-            weights=options.weights,
-        )
+        return restore(options.path, process, **_which(options))
 
 
-def _loops(options: argparse.Namespace) -> int | None:
-    return None if options.loops is None else options.loops[0]
+def _which(options: argparse.Namespace, loops: int | None = None) -> "ModelChoice":
+    """Returns which weights are asked for; `loops` is one of several numbers of loops."""
+    loops = loops or (options.loops or (None,))[0]
+    return {"step": options.step, "loops": loops, "weights": options.weights}
 
 
 def _lm_eval(options: argparse.Namespace) -> int:

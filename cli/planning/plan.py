@@ -147,4 +147,5 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
     skew.check([bank for bank, _ in workload.uses])
     # the trainer may still find a reason against it, which the report says
     captures = config.train.cuda_graph is not False and not config.train.compile
-    return Scenario(workload, machine, tokens, skew, options.micro_batches, captures)
+    average = {None: 0, "ema": 4, "last": 8}[config.train.average]
+    return Scenario(workload, machine, tokens, skew, options.micro_batches, captures, average)

@@ -85,14 +85,18 @@ def giving(data: DataConfig, dataset: object, *, vocab_size: int) -> Iterator[Da
         size = _length_of(each, name)
         fetch = partial(_rows, each, name, data.seq_len, vocab_size)
         rows[split] = GivenRows(size, size * data.seq_len, fetch)
-    named = data.model_copy(update={"dataset": digest_of(rows)})
-    with Listener(family="AF_UNIX") as listener:
-        os.environ[ADDRESS] = str(listener.address)
+    named = data.model_copy(update={"dataset": digest_of(rows), "directory": ""})
+    # in a folder of mode 0700; as many ranks as that may ask at once
+    with Listener(family="AF_UNIX", backlog=1024) as listener:
+        os.environ[ADDRESS] = address = str(listener.address)
         threading.Thread(target=_serve, args=(listener, rows), daemon=True).start()
         try:
             yield named
         finally:
-            _ask(os.environ.pop(ADDRESS), "", [])  # ends the thread
+            os.environ.pop(ADDRESS, None)
+            rows.clear()
+            with suppress(OSError):  # the socket is gone
+                Client(address, family="AF_UNIX").close()  # wakes the thread, which ends
 
 
 def given_rows(data: DataConfig) -> dict[str, GivenRows]:
@@ -252,16 +256,15 @@ def _row(dataset: Any, index: int, where: str, seq_len: int, vocab_size: int) ->
 
 
 def _serve(listener: Listener, given: Mapping[str, GivenRows]) -> None:
-    """Answers one question after the other, until one names no split: rows, or what is wrong."""
-    split = "?"
-    while split:
+    """Answers one question after the other, while there are rows: with them, or with what is wrong."""
+    while given:
         with suppress(EOFError, OSError), listener.accept() as asked:  # of a rank that was killed
             split, rows = json.loads(asked.recv_bytes())
             wrong, answer = "", b""
             try:
-                answer = given[split].fetch(rows).tobytes() if split else b""
+                answer = given[split].fetch(rows).tobytes()
             except Exception as error:  # noqa: BLE001 (raised where the rows are wanted)
-                wrong = str(error)
+                wrong = str(error) or repr(error)
             asked.send_bytes(wrong.encode())
             asked.send_bytes(answer)
 
@@ -274,6 +277,6 @@ def _ask(address: str, split: str, rows: list[int]) -> np.ndarray:
             if wrong := program.recv_bytes():
                 raise DataError(wrong.decode())
             answer = np.frombuffer(bytearray(program.recv_bytes()), np.int64)
-            return answer.reshape(max(1, len(rows)), -1)
+            return answer.reshape(len(rows), -1)
     except (EOFError, OSError) as error:
         raise DataError(f"the program that gives this run its rows has ended: {error}") from error

@@ -28,6 +28,9 @@ from ...data_pipeline.words import run_and_step, runs_near
 from ...data_pipeline.words import step_of as step_of
 from ..layout import Layout
 
+Weights = Literal["trained", "average"]
+"""Which weights of a checkpoint are read: those of its step, or their average (../average.py)."""
+
 SUM_BYTES = 16
 _READ_BYTES = 2**22
 _MAX_BYTES = 2**30  # of an index
@@ -122,6 +125,7 @@ class StoredCheckpoint:
     manifest: CheckpointManifest
     index: Index
     meta: CheckpointMeta
+    weights: Weights = "trained"  # in "model.<name>"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from .format import (
     CorruptCheckpointError,
     Index,
     StoredCheckpoint,
+    Weights,
     audit,
     damaged_files,
     open_checkpoint,
@@ -31,8 +32,6 @@ from .format import (
 )
 from .together import causes, together
 
-Weights = Literal["trained", "average"]
-"""Which weights of a checkpoint are read: those of its step, or their average (../average.py)."""
 _AVERAGES = "optimizer.average."
 
 
@@ -137,7 +136,7 @@ def choose_weights(stored: StoredCheckpoint, weights: Weights) -> StoredCheckpoi
             '--weights average (weights="average"), or average several checkpoints with `moebius ckpt '
             "average`"
         )
-    return replace(stored, index=Index(tensors={**tensors, **averages}))
+    return replace(stored, index=Index(tensors={**tensors, **averages}), weights=weights)
 
 
 def _differences(

@@ -51,8 +51,8 @@ class Source(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # branch: a checkpoint with all of its state; average: the mean of checkpoints, written as step 0
-    kind: Literal["checkpoint", "folder", "branch", "average"]
+    # branch: a checkpoint with all of its state; written: what the run's first checkpoint was made of
+    kind: Literal["checkpoint", "folder", "branch", "written"]
     given: str  # what the user named, with an absolute path
     path: str  # of the checkpoint or the folder, absolute
     step: int | None = None  # of a checkpoint
@@ -67,8 +67,6 @@ class Source(BaseModel):
 
     def words(self) -> str:
         """Says in one line what the run starts or branches from."""
-        if self.kind == "average":
-            return f"starts from the mean of {self.given}"
         verb = "branches" if self.kind == "branch" else "starts"
         what = self.family if self.step is None else f"step {self.step:,}"
         words = f"{verb} from {self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
@@ -226,10 +224,10 @@ def _digest_of(source: Source) -> str:
 
 
 def _check_digest(source: Source, now: str) -> None:
-    if source.kind == "average":
+    if source.kind == "written":
         raise CheckpointError(
-            f"the mean of {source.given}, with which this run began as the checkpoint of step 0, is gone: "
-            "make it again in a new run folder with `moebius ckpt average`"
+            f"the checkpoint that this run began with, made from {source.given}, is gone: make it again "
+            "in a new run folder"
         )
     advice = "restore it, or start again with --from in a new run folder"
     if not now:

@@ -10,7 +10,6 @@ from pathlib import Path
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import read_manifest
 from ...distributed.checkpoint.format import StoredCheckpoint
-from ...distributed.checkpoint.loading import Weights
 from ...model.cost import count_parameters
 from ...train.config.run_config import Config
 
@@ -45,9 +44,7 @@ transformers 5. Tokenizer: {tokenizer}.
 {data}"""
 
 
-def make_card(
-    stored: StoredCheckpoint, config: Config, tokenizer: str, weights: Weights = "trained"
-) -> str:
+def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
     """Returns the README.md of an exported model; `tokenizer` describes its tokenizer."""
     run_dir = stored.path.absolute().parent.parent
     count = count_parameters(config.model, config.data.seq_len)
@@ -56,18 +53,17 @@ def make_card(
         total=count.total,
         active=count.active,
         tokenizer=tokenizer,
-        training=_table(("what", "value"), _training(stored, config, run_dir, weights)),
+        training=_table(("what", "value"), _training(stored, config, run_dir)),
         data=_data(config),
     )
 
 
-def _training(
-    stored: StoredCheckpoint, config: Config, run_dir: Path, weights: Weights
-) -> Iterator[Sequence[str]]:
-    is_average = weights == "average"
-    losses = _last_losses(run_dir / "metrics.jsonl", stored.meta.step, is_average=is_average)
-    if is_average:
+def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterator[Sequence[str]]:
+    names = {"train": "loss", "eval": "loss"}
+    if stored.weights == "average":
+        names["eval"] = "average_loss"
         yield "weights", "the average of the last steps' weights"
+    losses = _last_losses(run_dir / "metrics.jsonl", stored.meta.step, names)
     yield "steps", f"{stored.meta.step:,} of {config.train.steps:,}"
     yield "tokens", f"{stored.meta.meta['progress']['tokens']:,}"
     yield "precision", config.train.precision
@@ -76,18 +72,17 @@ def _training(
     yield "checkpoint digest", stored.manifest.digest
 
 
-def _last_losses(log: Path, last_step: int, *, is_average: bool) -> dict[str, float]:
-    """Returns the last losses that a run logged up to a step, by kind of line."""
-    name_of = {"eval": "average_loss"} if is_average else {}
+def _last_losses(log: Path, last_step: int, names: dict[str, str]) -> dict[str, float]:
+    """Returns the last losses that a run logged up to a step, which `names` names by kind of line."""
     found = {}
     for text in log.open(encoding="utf-8") if log.is_file() else ():
         try:
             line = json.loads(text)
         except ValueError:
             continue  # the run was writing this line when it ended
-        name = name_of.get(line.get("kind"), "loss")
-        if line.get(name) is not None and line["step"] <= last_step:
-            found[line["kind"]] = line[name]
+        loss = line.get(names.get(line.get("kind")))
+        if loss is not None and line["step"] <= last_step:
+            found[line["kind"]] = loss
     return found
 
 

@@ -28,10 +28,11 @@ from ...distributed.checkpoint.atomic_directory import (
 from ...distributed.checkpoint.format import (
     StartProgress,
     StoredCheckpoint,
+    Weights,
     open_checkpoint,
     open_verified,
 )
-from ...distributed.checkpoint.loading import Weights, choose_weights
+from ...distributed.checkpoint.loading import choose_weights
 from ...distributed.checkpoint.writing import write_synced
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import Config, ConfigError
@@ -164,7 +165,7 @@ def export(
         texts["config.json"] = family_config(origin, dtype, config.data.seq_len, end)
     else:
         texts |= _model_files(stored, config, dtype or "fp32", tokenizer)
-        texts["README.md"] = make_card(stored, config, words, weights)
+        texts["README.md"] = make_card(stored, config, words)
     with atomic_directory(out, needed_bytes=num_bytes_of(plan)) as folder:
         write_weights(stored, plan, folder, start_progress, is_published=origin is not None)
         for name, text in {**files, **texts}.items():

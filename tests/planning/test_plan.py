@@ -170,6 +170,10 @@ def test_json_says_what_the_table_says(plan: Any) -> None:
         assert parts.pop("total") == pytest.approx(sum(parts.values()))
     tokens = 16 * found["tokens_per_rank"]
     assert best["tokens_per_s"] == pytest.approx(tokens / sum(best["seconds"].values()))
+    for kind, bytes_per_weight in (("ema", 4), ("last", 8)):
+        averaged = json.loads(plan(f"smoke train.average={kind} --nodes 2 --json"))["plans"][0]
+        moments = averaged["layouts"][0]["memory_bytes"]["moments"]
+        assert moments / best["memory_bytes"]["moments"] == pytest.approx(1 + bytes_per_weight / 8)
     spread = next(layout for layout in found["plans"][0]["layouts"] if layout["ep"] == 4)
     names = {call["name"] for call in spread["collectives"]}
     assert {"feed_forward dispatch", "value dispatch", "output combine"} <= names

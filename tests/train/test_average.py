@@ -15,17 +15,16 @@ from rich.console import Console
 from safetensors import safe_open
 from small_model import MODEL
 from torch import Tensor
-from trained import assembled, by_step, different, newest_state, run_training
+from trained import by_step, different, newest_state, run_training
 from world import run_ranks
 
 from moebius import api
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.report.history import read_history
 from moebius.cluster.report.summary import closing_words, draw_summary
-from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, open_checkpoint
-from moebius.distributed.checkpoint.loading import Weights, read_tensor
+from moebius.distributed.checkpoint.format import Weights, list_checkpoints, open_checkpoint
+from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.checkpoint.source import read_source
-from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config
 from moebius.train.config.train_config import TrainConfig
 from moebius.train.families.import_run import average_checkpoints
@@ -36,12 +35,17 @@ from moebius.train.record.run_folder import open_run
 STEPS, DECAY, WINDOW = 8, 0.7, 5
 KINDS = {"ema": DECAY, "last": f"{WINDOW} steps"}
 CHOICES: tuple[Weights, ...] = ("trained", "average")
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "replicas": (2, {"ep": 2, "rebalance_every": 2, "replicas": 1}),
-    "fsdp": (2, {"dp_shard": 2, "sharding": "fsdp"}),
-    "one": (1, {}),
-    "ep4": (4, {"ep": 4}),
-    "ep_fsdp": (4, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}),
+EP2: dict[str, Any] = {"mesh": {"ep": 2}}
+BIASED = {"model": tiny_config("deepseek", {"vocab_size": 257})}
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {  # kind, ranks, configuration
+    "replicas": ("ema", 2, {"mesh": {"ep": 2, "rebalance_every": 2, "replicas": 1}}),
+    "fsdp": ("last", 2, {"mesh": {"dp_shard": 2, "sharding": "fsdp"}}),
+    "muon": ("ema", 2, EP2 | {"optim__kind": "muon"}),
+    "bfloat16_only": ("last", 2, EP2 | BIASED | {"train__precision": "bfloat16_only"}),
+    "bfloat16": ("ema", 2, EP2 | {"train__precision": "bfloat16"}),
+    "one": ("last", 1, {}),
+    "ep4": ("ema", 4, {"mesh": {"ep": 4}}),
+    "ep_fsdp": ("last", 4, {"mesh": {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}}),
 }
 Step = dict[str, Tensor]
 
@@ -104,6 +108,7 @@ def check_averages(run_dir: Path, kind: str, weights: dict[int, Step], begin: in
             torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
     assert max(averages) == STEPS
     assert any("experts" in name for name in averages[STEPS])
+    assert not any("selection_bias" in name for name in averages[STEPS])
 
 
 def part(run_dir: Path) -> Step:
@@ -112,54 +117,31 @@ def part(run_dir: Path) -> Step:
     return {name: one for name, one in state.items() if not name.startswith("optimizer.average")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "replicas", "fsdp"))
+@pytest.mark.parametrize("run", slow_but(RUNS, "replicas", "fsdp", "muon", "bfloat16_only"))
 def test_it_is_that_of_all_updates_and_leaves_the_run_its_bits(
-    kind: str, layout: str, data: Path, tmp_path: Path
+    run: str, data: Path, tmp_path: Path
 ) -> None:
     """Also killed after the fourth step and continued, with the same bits, and on another layout."""
-    world, mesh = LAYOUTS[layout]
-    whole = trained_in(tmp_path / "whole", config_of(data, kind, mesh=mesh), world)
+    kind, world, changes = RUNS[run]
+    whole = trained_in(tmp_path / "whole", config_of(data, kind, **changes), world)
     weights = steps_of(whole)
     check_averages(whole, kind, weights)
-    without = trained_in(tmp_path / "without", config_of(data, None, mesh=mesh), world)
+    of_average = newest_state(whole).keys() - part(whole).keys()
+    assert {newest_state(whole)[name].dtype for name in of_average} == {torch.float32}
+    without = trained_in(tmp_path / "without", config_of(data, None, **changes), world)
     assert different(part(whole), newest_state(without)) == []
     assert [line["loss"] for line in by_step(whole, "eval").values()] == [
         line["loss"] for line in by_step(without, "eval").values()
     ]
-    for name, ranks, other in (("killed", world, mesh), ("moved", 2, {"ep": 2})):
+    elsewhere = (1, {"mesh": {}}) if world > 1 else (2, EP2)
+    for name, (ranks, other) in {"killed": (world, {}), "moved": elsewhere}.items():
         run_dir = tmp_path / name
         midway = "checkpoints/step_00000004"
         shutil.copytree(whole / midway, run_dir / midway)
-        trained_in(run_dir, config_of(data, kind, mesh=other), ranks)
+        trained_in(run_dir, config_of(data, kind, **(changes | other)), ranks)
         if name == "killed":
             assert different(newest_state(whole), newest_state(run_dir)) == []
         check_averages(run_dir, kind, weights | steps_of(run_dir))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optim__kind": "muon"},
-        {
-            "train__precision": "bfloat16_only",
-            "model": tiny_config("deepseek", {"vocab_size": 257}),
-        },
-        pytest.param({"train__precision": "bfloat16"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_it_is_kept_in_float32_with_every_optimizer_and_precision(
-    changes: dict[str, Any], data: Path, tmp_path: Path
-) -> None:
-    run_dir = trained_in(tmp_path / "run", config_of(data, mesh={"ep": 2}, **changes), 2)
-    check_averages(run_dir, "ema", steps_of(run_dir))
-    state = newest_state(run_dir)
-    averages = {name: one for name, one in state.items() if name.startswith("optimizer.average.")}
-    assert {one.dtype for one in averages.values()} == {torch.float32}
-    assert not any(name.endswith("selection_bias") for name in averages)
-    without = trained_in(tmp_path / "without", config_of(data, None, mesh={"ep": 2}, **changes), 2)
-    assert different(part(run_dir), newest_state(without)) == []
 
 
 def test_a_run_may_begin_change_and_end_it(data: Path, tmp_path: Path) -> None:
@@ -200,20 +182,6 @@ def test_skipped_updates_do_not_count(data: Path, tmp_path: Path) -> None:
     assert different(averages[3], averages[4]) == []
 
 
-def allocated(config: Config, run_dir: Path) -> str:
-    with assembled(config, run_dir) as run:
-        for parameter in run.parameters:
-            run.optimizer.state[parameter]["average"] = parameter.detach().clone()
-        with pytest.raises(PluginError) as refused:
-            run.average.update()
-        return str(refused.value)
-
-
-def test_an_optimizers_own_entry_of_that_name_is_refused(data: Path, tmp_path: Path) -> None:
-    [told] = run_ranks(allocated, 1, config_of(data), tmp_path)
-    assert "AdamW keeps 'average' itself, where train.average=ema keeps" in told
-
-
 # Read --------------------------------------------------------------------------------------------
 
 
@@ -236,38 +204,21 @@ def test_everything_that_opens_a_model_reads_it(
     printed = io.StringIO()
     Console(file=printed, width=100).print(closing_words(JobStatus(averaged, State.SUCCEEDED)))
     assert f"averaged weights  {line['average_loss']:.4f}" in printed.getvalue()
-    weights = api.load(averaged, weights="average").model.state_dict()
-    state = newest_state(averaged)
+    loaded = api.load(averaged, weights="average")
+    weights, state = loaded.model.state_dict(), newest_state(averaged)
     assert different(weights, {name: state[f"optimizer.average.{name}"] for name in weights}) == []
-    for words in (
-        [],
-        ["--stride", "4"],
-        ["--score", "ab ba"],
-        ["--prompt", "ab", "--temperature", 0],
-    ):
+    assert api.evaluate(loaded, max_rows=8).result.loss == line["average_loss"]
+    saved = newest_state(api.save(loaded, tmp_path / "saved"))
+    assert different(saved, {f"model.{name}": weight for name, weight in weights.items()}) == []
+    of_prompt = ["--prompt", "ab", "--temperature", 0]
+    for words in ([], ["--stride", "4"], ["--score", "ab ba"], of_prompt):
         trained, mean = (moebius("eval", averaged, *words, "--weights", each) for each in CHOICES)
         assert trained.out != mean.out, words
         assert (trained.code, mean.code) == (0, 0), mean.text
-    answer = moebius(
-        "ckpt",
-        "export",
-        averaged,
-        "--weights",
-        "average",
-        "--format",
-        "safetensors",
-        "--out",
-        tmp_path / "out",
-    )
-    assert "averaged weights of step 8" in answer.text
+    words = ["--weights", "average", "--format", "safetensors", "--out", tmp_path / "out"]
+    assert "averaged weights of step 8" in moebius("ckpt", "export", averaged, *words).text
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("embedding.weight"), weights["embedding"])
-
-
-def test_a_run_without_it_is_told_so(data: Path, tmp_path: Path) -> None:
-    run_dir = trained_in(tmp_path / "run", config_of(data, None, train__steps=1))
-    with pytest.raises(CheckpointError, match="has no averaged weights, which a run keeps with"):
-        api.load(run_dir, weights="average")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +258,7 @@ def test_the_mean_of_checkpoints_is_a_run(
     assert source is not None
     assert source.given.count(str(averaged)) == 3
     assert "starts from the mean of" in source.words()
-    assert "step 0, validation: loss" in moebius("eval", tmp_path / "mean").text
+    assert "step 8, validation: loss" in moebius("eval", tmp_path / "mean").text
     again = config_of(data, train__steps=2)
     file = tmp_path / "again.json"
     again.save(file)
@@ -316,7 +267,9 @@ def test_the_mean_of_checkpoints_is_a_run(
     run_ranks(run_training, 2, start.config, tmp_path / "again")
     found, begun = api.evaluate(tmp_path / "mean", max_rows=8), by_step(tmp_path / "again", "eval")
     assert begun[0]["loss"] == pytest.approx(found.result.loss, rel=1e-6)
+    again = config_of(data, train__steps=STEPS + 1)
     trained_in(tmp_path / "mean", again)  # also goes on from there
+    assert [*by_step(tmp_path / "mean")] == [STEPS + 1]
     shutil.rmtree(tmp_path / "mean" / "checkpoints")
     with pytest.raises(AssertionError, match="is gone: make it again in a new run folder"):
         run_ranks(run_training, 1, again, tmp_path / "mean")

@@ -13,7 +13,6 @@ from small_model import MODEL
 from trained import by_step, column, different, lines, newest_state, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read import given
 from moebius.data_pipeline.read.given import ADDRESS, giving
 from moebius.train.config.errors import ConfigError
@@ -56,6 +55,10 @@ def test_a_run_without_validation_rows_trains_and_another_dataset_is_refused(
     on_ranks(run_training, 1, tmp_path / "run", list(ROWS), steps=2)
     assert lines(tmp_path / "run", "eval") == []
     assert column(tmp_path / "run", "passes")[-1] == 16 / 50
+    kept = make_config(train__eval_every=2, checkpoint__keep_best="validation")
+    with giving(kept.data, ROWS, vocab_size=257) as data:
+        with pytest.raises(ConfigError, match="keep_best='validation' with a dataset without"):
+            kept.model_copy(update={"data": data})
     changed = ROWS.copy()
     changed[-1] += 1
     for other in (ROWS[:49], changed % 257):
@@ -94,10 +97,3 @@ def test_all_ranks_refuse_a_dataset_that_is_not_the_same_everywhere(tmp_path: Pa
     one, other = on_ranks(refused, 2, tmp_path / "elsewhere", Elsewhere())
     assert one == other
     assert "depend on its index alone" in one
-
-
-def test_rows_that_nobody_gives_are_refused(tmp_path: Path) -> None:
-    with giving(make_config().data, ROWS, vocab_size=257) as data:
-        config = make_config(data=data)
-    with pytest.raises(DataError, match=r"fit\(moebius.load_config"):
-        check_data(config, tmp_path, is_whole=True)

@@ -273,10 +273,13 @@ class Config(BaseModel):
         holds_out = prepare.validation_fraction or any(
             s.validation_input for s in prepare.all_sources
         )
+        lack = "prepare.validation_fraction=0: hold out text to measure the loss on"
+        if self.data.dataset:
+            holds_out = "validation: " in self.data.dataset
+            lack = "a dataset without validation rows: give fit(data=(train, validation))"
         if best == "validation" and not holds_out:
             raise ValueError(
-                "checkpoint.keep_best='validation' with prepare.validation_fraction=0: hold out text to "
-                "measure the loss on, or leave keep_best out"
+                f"checkpoint.keep_best='validation' with {lack}, or leave keep_best out"
             )
         return self
 

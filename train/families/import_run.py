@@ -18,7 +18,6 @@ tensors and containers and calls nothing.
 """
 
 import fnmatch
-import math
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,6 @@ from ...distributed.checkpoint.atomic_directory import (
 from ...distributed.checkpoint.format import (
     StartProgress,
     StoredCheckpoint,
-    blake2b,
     find_checkpoint,
     open_checkpoint,
     open_verified,
@@ -65,10 +63,10 @@ from ..config.resolve import resolve
 from ..config.run_config import Config, ConfigError
 from ..recipes.hub import settings_words
 from ..recipes.smoke import RECIPES
-from ..record.run_folder import checkpoint_config
+from ..record.run_folder import checkpoint_config, config_of
 from ..state import TrainingProgress
 from .family import Rule
-from .start import source_of, weights_in_folder
+from .start import weights_in_folder
 from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
@@ -159,12 +157,13 @@ class Imported:
     run_dir: Path
     num_tensors: int
     num_parameters: int
+    step: int
     notes: str  # lines
 
     def __str__(self) -> str:
         return (
             f"{self.run_dir}: {self.num_tensors} tensors, {self.num_parameters:,} parameters, as "
-            f"the checkpoint of step 0{self.notes}"
+            f"the checkpoint of step {self.step}{self.notes}"
         )
 
 
@@ -195,7 +194,7 @@ def import_published(
         model = Transformer(config.model)
     check_weights(weights, model, origin=str(file))
     notes = f"\n  ignored: {', '.join(skipped)}" if skipped else ""
-    return write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
+    return _write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
 
 
 def import_folder(
@@ -234,7 +233,7 @@ def import_folder(
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
     state = {each: partial(plan.tensor, each) for each in weights.shapes}
     notes = f"{plan}\n  {settings_words(config, whose)}"
-    return write_run(out, config, state, notes, weights.source)
+    return _write_run(out, config, state, notes, weights.source)
 
 
 def average_checkpoints(
@@ -243,10 +242,10 @@ def average_checkpoints(
     *,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> Imported:
-    """Writes a run folder `out` whose checkpoint of step 0 has the mean of checkpoints' weights.
+    """Writes a run folder `out` whose one checkpoint has the mean of checkpoints' weights.
 
-    It sums in float64, a tensor at a time, routers' buffers too. Configuration and other files are those of
-    the last step among them.
+    It sums in float64, a tensor at a time, routers' buffers too. Everything else is that of the last step
+    among them: configuration, number of the step, position in the data, and other files.
 
     Args:
         named: for each, a run (its newest checkpoint), RUN@STEP, or a checkpoint's folder.
@@ -259,16 +258,13 @@ def average_checkpoints(
     """
     refuse_existing(out)
     stored = [open_checkpoint(find_checkpoint(name).absolute()) for name in named]
-    digests = [each.manifest.digest for each in stored]
-    if len(set(digests)) < max(2, len(digests)):
+    if len({each.manifest.digest for each in stored}) < max(2, len(stored)):
         raise ConfigError(
             f"{some_of(named)}: name two checkpoints or more, each once, as in RUN@1000 RUN@1200"
         )
-    models = [_model_of(each) for each in stored]
-    for name, model in zip(named, models, strict=True):
-        if other := [
-            key for key in model.keys() & models[0].keys() if model[key] != models[0][key]
-        ]:
+    first, *others = (_model_of(each) for each in stored)
+    for name, model in zip(named[1:], others, strict=True):
+        if other := [key for key, value in model.items() if first.get(key, value) != value]:
             raise ConfigError(
                 f"{name}: its {some_of(sorted(other))} differ from those of {named[0]}; only checkpoints of "
                 "one model have a mean"
@@ -276,42 +272,26 @@ def average_checkpoints(
     for each in stored:
         size = sum(file.num_bytes for file in each.manifest.files.values())
         open_verified(each.path, start_progress(f"checking {each.path.name}", size))
-    last, model = max(zip(stored, models, strict=True), key=lambda each: each[0].meta.step)
-    before = read_source(last.path.parent.parent)
-    source = Source(
-        kind="average",
-        given=", ".join(str(each.path) for each in stored),
-        path=str(last.path),
-        family=None if before is None else before.family,
-        digest=blake2b("".join(digests).encode()),
-        tokenizer=model.get("tokenizer"),
-    )
-    state = {name: partial(_mean, stored, name) for name in model["tensors"]}
-    config = _config_of_mean(last)
-    return write_run(out, config, state, f", the mean of {some_of(named)}", source)
+    last = max(stored, key=lambda each: each.meta.step)
+    state = {name: partial(_mean, stored, name) for name in first["tensors"]}
+    notes, made_of = f", the mean of {some_of(named)}", [str(each.path) for each in stored]
+    config = checkpoint_config(last.path, last.meta.meta)
+    return _write_after(last, out, config, state, f"the mean of {', '.join(made_of)}", notes)
 
 
 def _model_of(stored: StoredCheckpoint) -> dict[str, Any]:
     """Returns what checkpoints must share to have a mean: sizes, shapes, and the tokenizer if known."""
     meta, tensors = stored.meta.meta, stored.index.tensors.items()
     values = checkpoint_config(stored.path, meta).model.model_dump(mode="json")
-    known = (meta.get("data") or {}).get("spec", {}).get("tokenizer_sha256")
+    tokenizer = _tokenizer_of(stored)
     shapes = {name[6:]: one.shape for name, one in tensors if name.startswith("model.")}
     found = {f"model.{key}": value for key, value in values.items()} | {"tensors": shapes}
-    return found | ({} if known is None else {"tokenizer": known})
+    return found | ({} if tokenizer is None else {"tokenizer": tokenizer})
 
 
-def _config_of_mean(stored: StoredCheckpoint) -> Config:
-    """Returns a checkpoint's configuration, unless its router computes otherwise at step 0 of a run."""
-    config = checkpoint_config(stored.path, stored.meta.meta)
-    router = None if config.model.experts is None else config.model.experts.router
-    switch = getattr(router, "switch_step", math.inf)
-    if stored.meta.step >= switch:
-        raise ConfigError(
-            f"{stored.path}: its router has switched at router.switch_step={switch}, and a mean begins "
-            "at step 0: use train.average, or checkpoints from before"
-        )
-    return config
+def _tokenizer_of(stored: StoredCheckpoint) -> str | None:
+    """Returns the SHA-256 of the tokenizer of a checkpoint's data, if it is known."""
+    return (stored.meta.meta.get("data") or {}).get("spec", {}).get("tokenizer_sha256")
 
 
 def _mean(stored: Sequence[StoredCheckpoint], name: str, dtype: torch.dtype) -> Tensor:
@@ -322,24 +302,40 @@ def _mean(stored: Sequence[StoredCheckpoint], name: str, dtype: torch.dtype) -> 
     return (total / len(stored)).to(dtype)
 
 
-def write_run(
+def _write_after(
+    last: StoredCheckpoint,
     out: Path,
     config: Config,
     state: Mapping[str, Callable[[torch.dtype], Tensor]],
+    made_of: str,
     notes: str = "",
+) -> Imported:
+    """Writes a run that goes on after the step of a checkpoint, with other weights."""
+    before = read_source(last.path.parent.parent)
+    source = Source(
+        kind="written",
+        given=made_of,
+        path=str(last.path),
+        step=last.meta.step,
+        family=None if before is None else before.family,
+        digest=last.manifest.digest,
+        tokenizer=_tokenizer_of(last),
+    )
+    return _write_run(out, config, state, notes, source, before=last.meta.meta)
+
+
+def _write_run(
+    out: Path,
+    config: Config,
+    state: Mapping[str, Callable[[torch.dtype], Tensor]],
+    notes: str,
     source: Source | None = None,
     *,
     before: Mapping[str, Any] | None = None,
 ) -> Imported:
     """Writes a run with one checkpoint, one tensor at a time, without any state of an optimizer.
 
-    Args:
-        out: appears whole or not at all.
-        config: of the run.
-        state: by name, a function that returns a tensor of the model in a dtype.
-        notes: for the user, lines.
-        source: where the weights are from.
-        before: meta of the checkpoint whose step and position in the data it has; None: step 0.
+    It has the step and the position in the data of `before`, the meta of a checkpoint; else step 0.
     """
     with torch.device("meta"):
         model = Transformer(config.model)
@@ -349,7 +345,7 @@ def write_run(
         progress = replace(TrainingProgress(**before["progress"]), updates=0)
     meta = {
         "progress": progress.as_dict(),
-        "data": before and before["data"],  # None: training starts at the beginning of its data
+        "data": before and before.get("data"),  # None: training starts at the beginning of its data
         "experts": {},
         "config": config.model_dump(mode="json"),
     }
@@ -368,7 +364,8 @@ def write_run(
             },
             meta=meta,
         )
-    return Imported(out, len(stored), sum(each.numel() for each in stored.values()), notes)
+    num_parameters = sum(each.numel() for each in stored.values())
+    return Imported(out, len(stored), num_parameters, progress.step, notes)
 
 
 # Models changed in Python ---------------------------------------------------------------------------
@@ -383,9 +380,9 @@ def save_model(out: Path, model: Transformer, config: Config, checkpoint: Path) 
         ValueError: the model does not fit its configuration, the checkpoint is gone, or `out` exists.
     """
     refuse_existing(out)
-    state = {name: partial(_on_cpu, tensor) for name, tensor in _fitting(model, config).items()}
-    before = open_checkpoint(checkpoint).meta.meta
-    write_run(out, config, state, source=source_of(checkpoint), before=before)
+    state = {name: partial(tensor.to, "cpu") for name, tensor in _fitting(model, config).items()}
+    last = open_checkpoint(checkpoint.absolute())
+    _write_after(last, out, config, state, str(last.path))
 
 
 def checkpoint_of_now(model: Transformer, config: Config, checkpoint: Path) -> Path:
@@ -395,11 +392,11 @@ def checkpoint_of_now(model: Transformer, config: Config, checkpoint: Path) -> P
         ValueError: as for `save_model`.
     """
     stored = open_checkpoint(checkpoint)
-    for name, tensor in _fitting(model, config).items():
-        there = read_tensor(stored, f"model.{name}")
-        if not torch.equal(_on_cpu(tensor, there.dtype), there):
-            break
-    else:
+    is_changed = config.model != config_of(checkpoint).model or any(
+        not torch.equal(tensor.cpu(), read_tensor(stored, f"model.{name}").to(tensor.dtype))
+        for name, tensor in _fitting(model, config).items()
+    )
+    if not is_changed:
         return checkpoint
     _temporary.append(TemporaryDirectory(prefix="moebius-"))
     run = Path(_temporary[-1].name) / "changed"
@@ -421,10 +418,6 @@ def _fitting(model: Transformer, config: Config) -> dict[str, Tensor]:
             "and shapes; for another size, start_from(…, draw_anew=…) with other values of model.*"
         )
     return state
-
-
-def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to("cpu", dtype)
 
 
 # Reading -------------------------------------------------------------------------------------------

@@ -249,15 +249,6 @@ def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
     )
 
 
-def source_of(checkpoint: Path) -> Source:
-    """Returns a checkpoint as the source of a run.
-
-    Raises:
-        CheckpointError: it is not there, or damaged.
-    """
-    return _in_checkpoint(checkpoint.absolute(), None).source
-
-
 def _sections_of(config: Config) -> StartSections:
     """Returns what a new run takes from a run's configuration."""
     tokenizer = {"tokenizer": "bytes", "end_of_document": "", "vocab_size": 257}

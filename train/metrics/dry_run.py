@@ -49,7 +49,7 @@ def dry_run(config: Config, run_dir: Path) -> str:
     ):
         run = assemble(config, run_dir, process, open_heartbeat())
         batches: Iterator[Batch] = _drawn_batches(run)
-        if is_prepared(config.data.directory):
+        if config.data.dataset or is_prepared(config.data.directory):
             batches = opened.enter_context(closing(open_loader(run, None)))
         step_s, state = 0.0, "finished"
         for number in _steps(run):

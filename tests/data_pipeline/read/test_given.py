@@ -115,11 +115,3 @@ def test_a_bad_row_between_the_sampled_ones_is_told_when_it_is_read() -> None:
     with giving(DATA, rows, vocab_size=VOCAB) as data:
         with pytest.raises(DataError, match=r"data\[500\] has the token id 50"):
             steps_of(data, 10, global_batch=100)
-
-
-@pytest.mark.parametrize(
-    "key", [{"directory": "x"}, {"packing": "best_fit"}, {"weights": {"a": 1}}]
-)
-def test_keys_of_folders_do_not_go_with_a_dataset(key: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"data.{next(iter(key))}=.* is for prepared folders"):
-        DataConfig(dataset="9 rows, 0", **key)
