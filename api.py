@@ -340,23 +340,25 @@ def evaluate(
 @checked
 def evaluate_text(
     path: str | PathLike[str],
-    text: str | PathLike[str] | Sequence[str | PathLike[str]],
+    files: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     step: int | None = None,
+    weights: Weights = "trained",
 ) -> SlidingMeasurement:
     """Returns a checkpoint's `.loss` and `.bits_per_byte` on files, like `moebius eval --text`.
 
     Args:
         path: a run (its newest checkpoint), RUN@STEP, a checkpoint's folder, or a loaded model.
-        text: files, folders, globs or URLs; `prepare.text_field=NAME` can stand among them.
+        files: also folders, globs or URLs; `prepare.text_field=NAME` can stand among them.
         step: the same as RUN@STEP.
+        weights: as for `load`.
 
     Raises:
         ValueError: the run or a file cannot be read, or the model reads the future.
     """
-    files = [text] if isinstance(text, str | PathLike) else text
-    model = _path_or_model(path, step)
-    found = measure_text(model, [os.fspath(file) for file in files], step=step)
+    named = [files] if isinstance(files, str | PathLike) else files
+    model = _path_or_model(path, step, weights)
+    found = measure_text(model, list(map(os.fspath, named)), step=step, weights=weights)
     assert found is not None, "one process"
     return found
 

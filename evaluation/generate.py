@@ -48,7 +48,7 @@ def generate(
         raise ValueError("the prompt is empty; generation needs at least one token")
     check_request(num_tokens, temperature, top_p)
     check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
-    generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
+    generator = torch.Generator(device=prompt_S.device).manual_seed(seed % 2**64)
     cache, new_S, seen = model.new_cache(cache_loops), prompt_S, 0
     for _ in range(num_tokens):
         beside_MS = None if context_MS is None else context_MS[:, seen : seen + len(new_S)]

@@ -7,26 +7,27 @@ context. Bits per byte divide by the text's UTF-8 bytes instead of tokens, so th
 different tokenizers compare.
 
 A document of a file is scored as lm-evaluation-harness does (`loglikelihood_rolling`): after an end of
-document, in windows that do not overlap, without its own end.
+document, without its own end, in windows that do not overlap, of which the last reaches back to be as long.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
 import numpy as np
 
 from ..data_pipeline.errors import DataError, InputError
-from ..data_pipeline.make.tasks import in_batches, normalised_document
+from ..data_pipeline.make.tasks import encoded, in_batches, normalised_document
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.read.rows import SplitReader
-from ..data_pipeline.sources.documents import InputSplit
+from ..data_pipeline.sources.documents import Document, InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
+from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
-from ..distributed.checkpoint.format import Weights
+from ..distributed.checkpoint.format import OnBytes, StartProgress, Weights
 from ..distributed.process.process import start_process
 from ..model.loops.exits import ExitRule
 from ..train.config.resolve import resolve_prepare
@@ -34,7 +35,7 @@ from ..train.config.run_config import ConfigError
 from ..train.evaluate import Evaluation, evaluate
 from .batches import rolling_rows
 from .restore import ModelChoice, Restored, refuse_pairs, require_data, restore, tokenizer_of_run
-from .scoring import Advance, Scorer, open_scorer
+from .scoring import Scorer, open_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class SlidingMeasurement:
     log_probability: float  # nats, of all tokens together
     tokens: int
     text_bytes: int
-    documents: tuple["SlidingMeasurement", ...] = ()  # of files
+    documents: tuple["SlidingMeasurement", ...] = field(default=(), repr=False)  # of files
 
     @property
     def loss(self) -> float:
@@ -138,7 +139,7 @@ def measure_sliding(
     stride: int,
     split: str = "validation",
     max_rows: int = 0,
-    advance: Callable[[int, int], None] | None = None,
+    start_progress: StartProgress = lambda what, number: lambda more: None,
     **which: Unpack[ModelChoice],
 ) -> SlidingMeasurement:
     """Returns the loss of a checkpoint over a split, with overlapping windows; one process.
@@ -151,7 +152,7 @@ def measure_sliding(
         stride: tokens by which windows move; the run's seq_len means no overlap.
         split: train or validation.
         max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
-        advance: called with the number of finished tokens and their total.
+        start_progress: shows the tokens.
         which: as for `restore`.
 
     Raises:
@@ -171,6 +172,7 @@ def measure_sliding(
         scorer = open_scorer(restored)
         tokenizer = tokenizer_of_run(restored)
         num_rows = min(reader.num_rows, max_rows or reader.num_rows)
+        advance = start_progress("tokens", num_rows * data.seq_len)
         log_probability, tokens, num_bytes = 0.0, 0, 0
         for first, end in _stretches(reader.streams, num_rows):
             stream = _stream(reader, first, end)
@@ -179,8 +181,7 @@ def measure_sliding(
             log_probability += sum(score.total() for [score] in scores)
             tokens += len(stream) - 1
             num_bytes += len(tokenizer.decode(stream[1:]).encode())
-            if advance is not None:
-                advance(tokens, num_rows * data.seq_len)
+            advance(len(stream) - 1)
     if not num_bytes:
         raise ValueError(f"{data.directory}: the split {split!r} has no text to measure")
     return SlidingMeasurement(
@@ -190,10 +191,10 @@ def measure_sliding(
 
 def measure_text(
     run_dir: Path | Restored,
-    text: Sequence[str],
+    files: Sequence[str],
     *,
     seed: int = 0,
-    on_text: Callable[[str, int], Advance] | None = None,
+    start_progress: StartProgress = lambda what, number: lambda more: None,
     **which: Unpack[ModelChoice],
 ) -> SlidingMeasurement | None:
     """Returns a checkpoint's loss on the documents of files, whatever its data is; writes nothing.
@@ -203,9 +204,9 @@ def measure_text(
 
     Args:
         run_dir: the run folder, or a model.
-        text: files, folders, globs and URLs, and `prepare.key=value` of how to read them.
+        files: also folders, globs and URLs, and `prepare.key=value` of how to read them.
         seed: of group contexts, if the model needs them.
-        on_text: called with a name and a number of bytes; returns the callback for finished bytes.
+        start_progress: shows the bytes.
         which: as for `restore`.
 
     Returns:
@@ -215,14 +216,18 @@ def measure_text(
         ValueError: the run, its checkpoint, its tokenizer or a file cannot be read, there is no
             text, or the model reads later positions.
     """
-    source = _source_of(text)
+    source = _source_of(files)
     with start_process("auto") as process:
-        splits = plan_splits(source, logger.warning if process.rank == 0 else lambda news: None)
+        tell = logger.warning if process.rank == 0 else lambda news: None
+        splits = plan_splits(source, tell)
+        num_bytes = sum(split.num_bytes for split in splits)
+        process.agree("text", {"files of --text": f"{len(splits):,} of {num_bytes:,} bytes"})
         restored = restore(run_dir, process, **which)
         refuse_pairs(restored)
-        scorer = open_scorer(restored, process, seed=seed)
-        advance = on_text and on_text("text", sum(split.num_bytes for split in splits))
-        found = tuple(_scored(_documents(source, splits), restored, scorer, advance))
+        tokenizer, scorer = tokenizer_of_run(restored), open_scorer(restored, process, seed=seed)
+        documents = _documents(source, splits, tokenizer, tell)
+        advance = start_progress("text", num_bytes)
+        found = tuple(_scored(documents, restored, tokenizer, scorer, advance))
     if not found:
         raise InputError(
             f"{some_of(source.input)}: there is no text in it: name files that hold some"
@@ -234,55 +239,64 @@ def measure_text(
     return replace(found[0], split=some_of(source.input), documents=found, **whole)
 
 
-def _source_of(text: Sequence[str]) -> PrepareConfig:
+def _source_of(words: Sequence[str]) -> PrepareConfig:
     """Returns how to read files, from their names and the keys among them."""
-    keys = [word for word in text if word.startswith("prepare.") and "=" in word]
-    files = [word for word in text if word not in keys]
+    keys = [word for word in words if word.startswith("prepare.") and "=" in word]
+    files = [word for word in words if word not in keys]
     if unread := [key for key in keys if key.partition("=")[0] not in _READING]:
         raise ConfigError(
             f"{unread[0]}: leave it out; only {', '.join(_READING)} change how a text is read"
         )
     if not files:
         raise ConfigError("no text is named: give its files, folders, globs or URLs")
-    unsplit = {"input": files, "split_bytes": 2**62}  # so that documents are counted over a file
-    return resolve_prepare(None, keys, {}, options=unsplit)
+    # documents are counted over a file, and token files name no tokenizer: they have the run's
+    options = {"input": files, "split_bytes": 2**62, "tokenizer": "bytes"}
+    return resolve_prepare(None, keys, {}, options=options)
 
 
-def _documents(source: PrepareConfig, splits: Sequence[InputSplit]) -> Iterator[tuple[str, str]]:
-    """Yields the id or place of each document with text, and its text."""
-    faults, limit = 0, source.encoding_faults
+def _documents(
+    source: PrepareConfig,
+    splits: Sequence[InputSplit],
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
+) -> Iterator[tuple[str, Document]]:
+    """Yields the documents with text, each with its id or place."""
+    rules, limit, faults = source.all_sources[0], source.encoding_faults, 0
     for split in splits:
-        for read in read_documents(split, source.all_sources[0], encoding_faults=limit):
+        for read in read_documents(split, rules, encoding_faults=limit, tokenizer=tokenizer):
             document = normalised_document(read, has_prompt=False)
+            if document.text and not document.fault:
+                yield document.record_id or f"{split.url}:{document.row + 1}", document
             faults += bool(document.fault)
             if isinstance(limit, int) and faults > limit:
                 limit_text = f"more than prepare.encoding_faults={limit} documents are faulty"
                 raise InputError(f"{split.url}: {limit_text}: repair the input, or raise the limit")
-            if document.text and not document.fault:
-                yield document.record_id or f"{split.url}:{document.row + 1}", document.text
+    if faults:
+        tell(f"{some_of(source.input)}: faulty documents left out: {faults:,}")
 
 
 def _scored(
-    documents: Iterator[tuple[str, str]],
+    documents: Iterator[tuple[str, Document]],
     restored: Restored,
+    tokenizer: Tokenizer,
     scorer: Scorer,
-    advance: Advance | None,
+    advance: OnBytes,
 ) -> Iterator[SlidingMeasurement]:
     """Yields the loss of each document; collective with several ranks."""
-    tokenizer, context = tokenizer_of_run(restored), restored.config.data.seq_len
-    batches = in_batches(documents, lambda document: len(document[1]), _CHARS_AT_A_TIME)
+    context = restored.config.data.seq_len
+    batches = in_batches(documents, lambda named: len(named[1].text), _CHARS_AT_A_TIME)
     for number, batch in enumerate(batches):
-        tokens = [ids.tolist() for ids in tokenizer.encode_batch([text for _, text in batch])]
+        pairs = encoded(tokenizer, None, [document for _, document in batch])
+        tokens = [ids.tolist() for _, ids in pairs]
         families = [rolling_rows(ids, tokenizer.end_of_document_id, context) for ids in tokens]
         scores = scorer.score(families, draw=number)
-        for (name, text), ids, rows in zip(batch, tokens, scores, strict=True):
-            total, size = sum(row.total() for row in rows), len(text.encode())
+        for (name, document), ids, rows in zip(batch, tokens, scores, strict=True):
+            total, size = sum(row.total() for row in rows), len(document.text.encode())
             if ids:
                 yield SlidingMeasurement(
                     restored.step, name, context, context, total, len(ids), size
                 )
-            if advance is not None:
-                advance(size)
+            advance(size)
 
 
 def _stretches(streams: Sequence[range], num_rows: int) -> Iterator[tuple[int, int]]:

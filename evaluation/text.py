@@ -28,21 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 def write_text(
-    restored: Restored,
-    prompt: str,
-    *,
-    num_tokens: int,
-    temperature: float,
-    seed: int,
-    top_p: float = 1.0,
-    cache_loops: int | None = None,
-    chat: bool = False,
+    restored: Restored, prompt: str, *, chat: bool = False, **options: Any
 ) -> Iterator[str]:
     """Yields the prompt and then, piece by piece, the generated text.
 
     A piece is held back until its last bytes form a whole character. With `chat`, the run's chat
-    template makes the prompt a user's message; its answer alone is yielded, up to its end. For the
-    other options see `generate`.
+    template makes the prompt a user's message; its answer alone is yielded, up to its end. The other
+    options are `num_tokens`, `temperature`, `seed`, `top_p` and `cache_loops` of `generate`.
 
     Raises:
         ValueError: the run's data cannot be read, or the model cannot generate.
@@ -50,30 +42,20 @@ def write_text(
     refuse_pairs(restored)
     tokenizer = tokenizer_of_run(restored)
     ids = chat_of_run(restored, tokenizer).begin(prompt) if chat else _plain(tokenizer, prompt)
-    context_MS = draw_group_context(restored, len(ids) + num_tokens - 1, seed=seed)
     if not chat:
         yield prompt
-    yield from _written(
-        restored,
-        tokenizer,
-        ids.tolist(),
-        len(tokenizer.decode(ids)) if chat else len(prompt),
-        ends=chat,
-        num_tokens=num_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        context_MS=context_MS,
-        cache_loops=cache_loops,
-    )
+    yield from _written(restored, tokenizer, ids.tolist(), ends=chat, **options)
 
 
 def _written(
-    restored: Restored, tokenizer: Tokenizer, ids: list[int], shown: int, ends: bool, **options: Any
+    restored: Restored, tokenizer: Tokenizer, ids: list[int], *, ends: bool, **options: Any
 ) -> Iterator[str]:
-    """Yields what the model writes after ids of `shown` characters; if it `ends`, up to its end."""
+    """Yields what the model writes after ids; if `ends`, up to an end of document."""
+    length = len(ids) + options["num_tokens"] - 1
+    context_MS = draw_group_context(restored, length, seed=options["seed"])
     prompt_S = torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device)
-    for token in generate(restored.model, prompt_S, **options):
+    shown = len(tokenizer.decode(ids))
+    for token in generate(restored.model, prompt_S, context_MS=context_MS, **options):
         if ends and token == tokenizer.end_of_document_id:
             return
         ids.append(token)
@@ -96,48 +78,40 @@ class Conversation:
         refuse_pairs(restored)
         check_group_context(restored.model, draw_group_context(restored, 1, seed=0), length=1)
         self._restored, self._tokenizer = restored, tokenizer_of_run(restored)
-        self.turns: list[tuple[str, str]] = []
+        self.turns: list[list[str]] = []
         try:
             self.template = chat_of_run(restored, self._tokenizer)
         except ConfigError:  # there is none
             self.template = None
 
-    def answer(
-        self, prompt: str, *, num_tokens: int, seed: int, **sampling: float
-    ) -> Iterator[str]:
+    def answer(self, prompt: str, *, num_tokens: int, **options: Any) -> Iterator[str]:
         """Yields the answer piece by piece, up to its end or that of the context.
 
         Drops the oldest turns if neither half of the context nor what the answer may need is free.
-        What an interrupted answer has said remains. `sampling` is the temperature and top_p.
+        What an interrupted answer has said remains. For `options` see `write_text`.
 
         Raises:
             ValueError: the prompt alone fills the context, or the template refuses it.
         """
-        context, turns = self._restored.config.data.seq_len, list(self.turns)
+        restored, tokenizer, turns = self._restored, self._tokenizer, list(self.turns)
+        context = restored.config.data.seq_len
         wanted = min(num_tokens, context // 2)
         while context - len(ids := self._ids(turns, prompt)) < wanted and turns:
             del turns[0]
-        num_tokens = min(num_tokens, context - len(ids))
-        if num_tokens < 1:
+        if len(ids) >= context:
             raise ValueError(
                 f"the prompt has {len(ids):,} tokens, but the context {context:,}: write a shorter one"
             )
         if dropped := len(self.turns) - len(turns):
             logger.warning("the context is full; oldest turns dropped: %d", dropped)
-        sampling |= {"num_tokens": num_tokens, "seed": seed}
-        beside_MS = draw_group_context(self._restored, len(ids) + num_tokens - 1, seed=seed)
-        shown, self.turns, said = len(self._tokenizer.decode(ids)), turns, ""
-        pieces = _written(
-            self._restored, self._tokenizer, ids, shown, True, context_MS=beside_MS, **sampling
-        )
-        try:
-            for piece in pieces:
-                said += piece
-                yield piece
-        finally:
-            self.turns.append((prompt, said))
+        options["num_tokens"], turn = min(num_tokens, context - len(ids)), [prompt, ""]
+        for piece in _written(restored, tokenizer, ids, ends=True, **options):
+            turn[1] += piece
+            self.turns = [*turns, turn]
+            yield piece
+        self.turns = [*turns, turn]
 
-    def _ids(self, turns: list[tuple[str, str]], prompt: str) -> list[int]:
+    def _ids(self, turns: list[list[str]], prompt: str) -> list[int]:
         if self.template is not None:
             return self.template.begin(prompt, turns).tolist()
         text = "\n".join([*map("".join, turns), prompt])

@@ -1,20 +1,21 @@
 """`moebius eval`, `chat` and `lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import Commands, add_checkpoint_argument, add_command, add_weights_argument
 from ..console import console, print_message, print_plain
 
 if TYPE_CHECKING:
     from ...evaluation.restore import ModelChoice, Restored
-    from ...evaluation.text import Conversation
     from ...evaluation.zero_shot import ZeroShotReport
 
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
@@ -98,10 +99,7 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="number of tokens to generate; default: 100"
-    )
-    _add_sampling_arguments(parser)
+    _add_sampling_arguments(parser, tokens=100)
     parser.add_argument(
         "--draws",
         type=int,
@@ -111,17 +109,21 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--text",
         nargs="+",
+        action="extend",
         metavar="FILE",
         help="measure the loss on these files, folders, globs or URLs, in any format of `prepare`; "
         "prepare.text_field=NAME can stand among them",
     )
     parser.add_argument(
-        "--per-document", action="store_true", help="with --text: also the loss of each document"
+        "--per-document", action="store_true", help="with --text: first the loss of each document"
     )
     _add_task_arguments(parser)
 
 
-def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_sampling_arguments(parser: argparse.ArgumentParser, *, tokens: int) -> None:
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help=f"number of tokens to generate; default: {tokens}"
+    )
     parser.add_argument(
         "--temperature",
         type=float,
@@ -150,15 +152,13 @@ def _add_chat(commands: Commands) -> None:
         "talk with a trained model in the terminal, or let it answer each line of a pipe",
         examples=["chat runs/mine", "chat runs/mine@500 --temperature 0.7 --top-p 0.9"],
         notes="Writes prompts as the run's chat template does; a model without one continues the text. "
-        "/reset forgets the conversation, Ctrl-C ends an answer, and /exit or Ctrl-D ends the command.",
+        "/reset forgets the conversation, Ctrl-C ends an answer (in a pipe, the command), and /exit or "
+        "Ctrl-D ends the command.",
     )
     add_checkpoint_argument(parser, steps=False)
     add_weights_argument(parser)
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256"
-    )
-    _add_sampling_arguments(parser)
-    parser.set_defaults(step=None, loops=None)
+    _add_sampling_arguments(parser, tokens=256)
+    parser.set_defaults(**_DEFAULTS | {"tokens": 256, "step": None, "loops": None})
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,8 +192,8 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    one_of = {"tasks": _tasks, "score": _score, "stride": _measure_sliding, "prompt": _write}
-    one_of["text"] = _measure_text
+    one_of = {"tasks": _tasks, "score": _score, "stride": _measure_windows, "prompt": _write}
+    one_of["text"] = _measure_windows
     asked = [f"--{name}" for name in one_of if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
@@ -215,19 +215,14 @@ def _eval(options: argparse.Namespace) -> int:
             raise ValueError(f"{option} needs {wanted}: add it, or leave {option} out")
     if options.cache_loops is not None and options.cache_loops < 1:
         raise ValueError(f"--cache-loops {options.cache_loops} must be at least 1")
-    _fill_in(options)
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.loops is not None and len(options.loops) > 1:
         return _over_loops(options)
     measured = one_of[asked[0].removeprefix("--")] if asked else _measure
     measured(options)
     return 0
-
-
-def _fill_in(options: argparse.Namespace) -> None:
-    """Sets the defaults of options that the command has."""
-    for name, value in _DEFAULTS.items():
-        if getattr(options, name, value) is None:
-            setattr(options, name, value)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -307,43 +302,24 @@ def _measure(options: argparse.Namespace) -> None:
     print(measure(options.path, exit_rule=rule, **_which(options)))
 
 
-def _measure_sliding(options: argparse.Namespace) -> None:
-    from rich.progress import Progress
-
-    from ...evaluation.perplexity import measure_sliding
-
-    screen = console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        bar = progress.add_task("tokens", total=None)
-        found = measure_sliding(
-            options.path,
-            stride=options.stride,
-            advance=lambda done, total: progress.update(bar, completed=done, total=total),
-            **_which(options),
-        )
-    print(found)
-
-
-def _measure_text(options: argparse.Namespace) -> None:
-    """Measures the loss on files; rank 0 prints it."""
+def _measure_windows(options: argparse.Namespace) -> None:
+    """Measures the loss on files, or over overlapping windows; rank 0 prints it."""
     import json
 
-    from ...evaluation.perplexity import measure_text
+    from ...evaluation.perplexity import measure_sliding, measure_text
     from ..console import progress_bars
-    from .evaluate_report import plain_loss, render_losses
+    from .evaluate_report import plain_loss
 
-    which, seed = _which(options), options.seed
-    with progress_bars() as on_text:
-        found = measure_text(options.path, options.text, seed=seed, on_text=on_text, **which)
+    with progress_bars(of_rows=options.text is None) as start_progress:
+        given: dict[str, Any] = {**_which(options), "start_progress": start_progress}
+        if options.text is None:
+            found = measure_sliding(options.path, stride=options.stride, **given)
+        else:
+            found = measure_text(options.path, options.text, seed=options.seed, **given)
     if found is None:  # only rank 0 has it
         return
-    if options.json:
-        for one in found.documents if options.per_document else [found]:
-            print(json.dumps(plain_loss(one)))
-    elif options.per_document:
-        console().print(render_losses(found))
-    else:
-        print_plain(found)
+    for one in (*found.documents, found) if options.per_document else (found,):
+        print_plain(json.dumps(plain_loss(one)) if options.json else one)
 
 
 def _score(options: argparse.Namespace) -> None:
@@ -354,47 +330,58 @@ def _score(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace) -> None:
     """Prints the model's continuation of the prompt as it is generated."""
-    from ...evaluation.generate import check_request
     from ...evaluation.text import write_text
 
-    check_request(options.tokens, options.temperature, options.top_p)  # before reading the model
-    for piece in write_text(
-        _restored(options),
-        options.prompt,
-        num_tokens=options.tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        cache_loops=options.cache_loops,
-        chat=options.chat,
-    ):
-        print(piece, end="", flush=True)
+    asked = {"seed": options.seed, "cache_loops": options.cache_loops, "chat": options.chat}
+    sampling = _sampling(options)
+    _show(write_text(_restored(options), options.prompt, **asked, **sampling))
     print()
+
+
+def _show(pieces: Iterator[str]) -> None:
+    """Prints a text as it is written; a terminal shows control characters instead of obeying them."""
+    from ...train.record.untrusted import escaped
+
+    for piece in pieces:
+        print(escaped(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns how to sample, checked before the model is read."""
+    from ...evaluation.generate import check_request
+
+    given = {"temperature": options.temperature, "top_p": options.top_p}
+    check_request(options.tokens, **given)
+    return given | {"num_tokens": options.tokens}
 
 
 def _chat(options: argparse.Namespace) -> int:
     """Answers prompt after prompt; returns 2 if one could not be answered."""
-    from ...evaluation.generate import check_request
     from ...evaluation.text import Conversation
-    from ...train.record.untrusted import escaped
 
-    _fill_in(options)
-    sampling = {"temperature": options.temperature, "top_p": options.top_p}
-    check_request(options.max_tokens, **sampling)
+    sampling, seeds = _sampling(options), count(options.seed)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("chat answers in one process: start it without torchrun")
     conversation, code = Conversation(_restored(options)), 0
     if conversation.template is None:
         told = f"{options.path} has no chat template: the model continues your text"
         print_message("note", told, style="bold")
-    for number, prompt in enumerate(_prompts(conversation)):
+    is_terminal = _opens_input()
+    while sys.stdin is not None:
         try:
-            for piece in conversation.answer(
-                prompt, num_tokens=options.max_tokens, seed=options.seed + number, **sampling
-            ):
-                print(escaped(piece), end="", flush=True)
-        except KeyboardInterrupt:
-            pass  # ends the answer
+            prompt = input("> " if is_terminal else "")
+            if (word := prompt.strip()) == "/exit":
+                break
+            if word == "/reset":
+                conversation.turns.clear()
+            if word in ("", "/reset"):
+                continue
+            _show(conversation.answer(prompt, seed=next(seeds), **sampling))
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # ends the line or the answer
+            if not is_terminal:
+                raise
         except ValueError as error:
             print_message("error", str(error))
             code = 2
@@ -402,28 +389,15 @@ def _chat(options: argparse.Namespace) -> int:
     return code
 
 
-def _prompts(conversation: "Conversation") -> Iterator[str]:
-    """Yields the lines of standard input up to its end or /exit; /reset forgets the conversation."""
+def _opens_input() -> bool:
+    """Lets a terminal's line be edited, or a pipe hold any bytes; returns whether it is a terminal."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401 - lets `input` edit its line
-    while sys.stdin is not None:
-        try:
-            line = input("> " if is_terminal else "")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            if not is_terminal:
-                raise
-            print()
-            continue
-        if line.strip() == "/exit":
-            return
-        if line.strip() == "/reset":
-            conversation.turns.clear()
-        elif line.strip():
-            yield line.encode(errors="surrogateescape").decode(errors="replace")
+            import readline  # noqa: F401 - `input` uses it
+    return is_terminal
 
 
 def _restored(options: argparse.Namespace) -> "Restored":

@@ -42,18 +42,6 @@ def plain_loss(found: SlidingMeasurement) -> dict[str, Any]:
     return what | {name: getattr(found, name) for name in names}
 
 
-def render_losses(found: SlidingMeasurement) -> RenderableType:
-    """Returns a table with the loss of every document, and of all together."""
-    table = Table(box=None)
-    for name in ("document", "tokens", "bytes", "loss", "perplexity", "bits per byte"):
-        table.add_column(name, justify="left" if name == "document" else "right", overflow="fold")
-    for one in found.documents:
-        figures = (one.loss, one.perplexity, one.bits_per_byte)
-        sizes = (f"{one.tokens:,}", f"{one.text_bytes:,}")
-        table.add_row(Text(one.split), *sizes, *(f"{figure:,.4f}" for figure in figures))
-    return Group(table, Text(str(found)))
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(own) for key, own in value.items()}

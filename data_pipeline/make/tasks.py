@@ -17,7 +17,7 @@ import struct
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -391,8 +391,8 @@ def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
     chat = chat_of(task.directory, tokenizer) if task.source.has_loss_mask else None
     for batch in in_batches(_chosen_documents(task), _num_chars, _ENCODE_CHARS):
         documents = [document for document, *_ in batch]
-        encoded = _encoded(tokenizer, chat, documents)
-        for (document, side, doc_id, num_bytes), (prompt, text) in zip(batch, encoded, strict=True):
+        both = encoded(tokenizer, chat, documents)
+        for (document, side, doc_id, num_bytes), (prompt, text) in zip(batch, both, strict=True):
             yield (
                 side,
                 TokenDocument(
@@ -407,8 +407,8 @@ def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
             )
 
 
-def _encoded(
-    tokenizer: Tokenizer, chat: ChatTemplate | None, documents: list[Document]
+def encoded(
+    tokenizer: Tokenizer, chat: ChatTemplate | None, documents: Sequence[Document]
 ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Yields each document's prompt, if it has one, and its text as ids."""
     if chat is not None:

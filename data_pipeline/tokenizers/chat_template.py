@@ -89,7 +89,7 @@ class ChatTemplate:
             ended = whole[len(begun) :].rstrip().removesuffix(self._tokenizer.end_of_document)
             yield self._ids(begun), self._ids(ended)
 
-    def begin(self, prompt: str, turns: Iterable[tuple[str, str]] = ()) -> np.ndarray:
+    def begin(self, prompt: str, turns: Iterable[Sequence[str]] = ()) -> np.ndarray:
         """Returns the ids of a conversation that an answer to a prompt continues.
 
         Before it come `turns`, prompts with their answers.

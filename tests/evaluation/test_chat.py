@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,14 +81,15 @@ def chat(restored: Restored, asked: object, monkeypatch: pytest.MonkeyPatch, moe
     monkeypatch.setattr(evaluate, "_restored", lambda options: restored)
 
     def pipe(lines: str, *words: object) -> Any:
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        bytes_in = io.BytesIO(lines.encode("latin-1"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(bytes_in, "utf-8"))
         return moebius("chat", restored.checkpoint, *words)
 
     return pipe
 
 
 def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypatch: Any) -> None:
-    answer = chat("How?\n\n/reset\nWhy?\n/exit\nWho?\n")
+    answer = chat("How?\n\n/reset\nWhy \xff?\n/exit\nWho?\n")
     assert (answer.code, answer.out, answer.err) == (0, "Fine\nFine\n", "")
     answer = chat("x" * 999 + "\nHow?")
     assert (answer.code, answer.out) == (2, "\nFine\n")
@@ -99,10 +101,17 @@ def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypa
         "Fine\n",
         True,
     )
-    for option, value in (("--top-p", 0), ("--temperature", -1), ("--max-tokens", 0)):
-        assert chat("", option, value).code == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "start it without torchrun" in chat("").err
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        assert "start it without torchrun" in chat("").err
+    clears = open_tokenizer(str(restored.checkpoint / "source")).encode_batch(["\x1b[2J"])[0]
+    monkeypatch.setattr(texts, "generate", lambda *given, **options: clears.tolist())
+    assert chat("How?\n").out == "\x1b[2J\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert chat("How?\n").out == "\\x1b[2J\n"
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(texts, "generate", interrupted)
+    assert (chat("How?\nWhy?\n").code, interrupted.call_count) == (130, 1)
 
 
 def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
@@ -136,6 +145,10 @@ def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
     assert seen[3] == "Last", "half of the context is free"
     list(conversation.answer("Next", **options))
     assert seen[4] == "LastAnswer 4\nNext"
+    monkeypatch.setattr(texts, "generate", mock.Mock(side_effect=ValueError("too long")))
+    with pytest.raises(ValueError, match="too long"):
+        list(conversation.answer("Refused", **options))
+    assert conversation.turns[-1] == ["Next", "Answer 5"]
 
 
 def test_a_model_that_cannot_generate_says_so_before_the_first_prompt(

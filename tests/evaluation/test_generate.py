@@ -67,6 +67,7 @@ def test_sampling_follows_the_distribution_and_its_seed(model: Transformer) -> N
         next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed))
         for seed in range(400)
     ]
+    assert draws[0] == next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=2**64))
     assert draws[:50] == [
         next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed))
         for seed in range(50)

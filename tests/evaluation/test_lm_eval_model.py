@@ -22,7 +22,6 @@ from small_model import TINY
 
 from moebius.data_pipeline.tokenizers.interface import END_OF_DOCUMENT
 from moebius.distributed.process.process import start_process
-from moebius.evaluation.perplexity import measure_text
 from moebius.evaluation.restore import Restored, restore
 from moebius.evaluation.tasks.choice import ChoiceTask
 from moebius.evaluation.tasks.items import read_records
@@ -393,19 +392,6 @@ def test_the_same_log_likelihood_of_documents_and_the_same_text(
     for text, wish in zip(written, wishes, strict=True):
         assert text == greedy(own, *wish)
         assert not any(stop in text for stop in wish[1]["until"])
-
-
-def test_the_log_likelihood_of_files_is_that_of_the_harness(run_dir: Path, tmp_path: Path) -> None:
-    from lm_eval.api.instance import Instance
-
-    texts = ["the router", LONG.strip(), (LONG * 2).strip(), "17"]
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    asked: list[Any] = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
-    found = measure_text(run_dir, [str(file)])
-    assert found is not None
-    wanted = own_model(run_dir).loglikelihood_rolling(asked)
-    assert [one.log_probability for one in found.documents] == pytest.approx(wanted, rel=1e-6)
 
 
 def greedy(lm: Any, context: str, wish: dict[str, Any]) -> str:

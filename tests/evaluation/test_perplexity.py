@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -11,17 +12,14 @@ import zstandard
 from made_folder import MadeFolder, documents
 from published_case import folder_of
 from small_corpus import sentences
-from world import run_ranks
+from world import RankFailed, run_ranks
 
 import moebius as package
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.rows import SplitReader
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import _stretches, measure, measure_sliding, measure_text
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config import Config
-from moebius.train.evaluate import read_rows
 from moebius.train.families.import_run import import_folder
 
 S = 64  # of the run
@@ -93,88 +91,80 @@ def write_records(path, texts, field="text"):
     return path
 
 
-def test_the_loss_of_a_document_is_that_of_its_prepared_row(bytes_run, tmp_path):
-    """Each document fills its window, so the second row is the end of the first and the second."""
-    texts = [("One. " if n else "Two. ") + "word, " * 9 + "last." for n in range(2)]
-    assert {len(text) for text in texts} == {S}
-    file = write_records(tmp_path / "two.jsonl", texts)
-    other = write_records(tmp_path / "other.jsonl", sentences(1, 40))
-    side = (str(file),)
-    config = PrepareConfig(tokenizer="bytes", input=(str(other),), validation_input=side)
-    prepare(config, tmp_path / "shards")
-    found = package.evaluate_text(bytes_run, file).documents
+def test_a_document_is_scored_as_by_a_plain_pass_over_each_window(bytes_run, tmp_path):
+    texts = ["Short.", "word, " * 25 + "last."]
+    found = package.evaluate_text(bytes_run, write_records(tmp_path / "two.jsonl", texts))
     with start_process("cpu") as process, torch.no_grad():
-        restored = restore(bytes_run, process)
-        data = restored.config.data.model_copy(update={"directory": str(tmp_path / "shards")})
-        config = restored.config.model_copy(update={"data": data})
-        [rows] = read_rows(config, process.device)
-        assert bytes(rows.targets_BS[1].tolist()).decode() == texts[1]
-        logits_SV = restored.model(rows.tokens_BS[1:2]).logits_BSV[0].double()
-    wanted = torch.nn.functional.cross_entropy(logits_SV, rows.targets_BS[1]).item()
-    assert (found[1].tokens, found[1].text_bytes) == (S, S)
-    assert found[1].loss == pytest.approx(wanted, rel=1e-6)
+        model = restore(bytes_run, process).model
+        for one, text in zip(found.documents, texts, strict=True):
+            total, line = 0.0, [256, *text.encode()]
+            for first in range(0, len(text), S):
+                end = min(first + S, len(text))
+                row = torch.tensor(line[max(0, end - S) : end + 1])
+                log_p_SV = model(row[None, :-1]).logits_BSV[0].double().log_softmax(-1)
+                total += log_p_SV.gather(1, row[1:, None])[first - end :].sum().item()
+            assert one.log_probability == pytest.approx(total, rel=1e-5)
+            assert (one.tokens, one.text_bytes) == (len(text), len(text))
 
 
-def measured_on_rank(run_dir, file):
+def measured_on_rank(run_dir, *files):
+    file = files[int(os.environ.get("RANK", "0")) % len(files)]
     found = measure_text(run_dir, [file])
     return None if found is None else (found.log_probability, len(found.documents))
 
 
 def test_ranks_share_the_rows_of_a_text(bytes_run, tmp_path):
-    file = str(
-        write_records(tmp_path / "text.jsonl", ["".join(sentences(2, 30)), *sentences(3, 9)])
-    )
-    first, second = run_ranks(measured_on_rank, 2, bytes_run, file)
+    texts = ["".join(sentences(2, 30)), *sentences(3, 9)]
+    files = [str(write_records(tmp_path / f"{n}.jsonl", texts[n:])) for n in range(2)]
+    first, second = run_ranks(measured_on_rank, 2, bytes_run, files[0])
     assert second is None
-    assert first == pytest.approx(measured_on_rank(bytes_run, file), rel=1e-6)
+    assert first == pytest.approx(measured_on_rank(bytes_run, files[0]), rel=1e-6)
+    with pytest.raises(RankFailed, match=r"files of --text: 1 of [\d,]+ bytes on rank 0; 1 of "):
+        run_ranks(measured_on_rank, 2, bytes_run, *files)
 
 
-def test_files_of_any_format_are_measured_and_nothing_is_written(bytes_run, tmp_path, moebius):
+def test_files_of_any_format_are_measured_and_nothing_is_written(
+    bytes_run, tmp_path, moebius, caplog
+):
+    def ask(*words):
+        return moebius("eval", f"{bytes_run}@2", "--text", *words)
+
+    def stamps():
+        paths = [*tmp_path.rglob("*"), *bytes_run.rglob("*")]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
+    a, b, odd, ids = (tmp_path / name for name in ("a.txt", "b.jsonl.zst", "c.odd", "d.bin"))
     texts = ["One document.", "  \n", "Another, ” longer one. " * 9, "The third."]
-    (tmp_path / "a.txt").write_text(texts[0])
-    packed = write_records(tmp_path / "b.jsonl", texts[1:3], "said").read_bytes()
-    (tmp_path / "b.jsonl").unlink()
-    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(packed))
-    (tmp_path / "c.odd").write_text('{"said": "The third.", "id": 7}\nnot JSON\n')
-    before = {
-        path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
-    }
-    words = ("eval", f"{bytes_run}@2", "--text", tmp_path / "a.txt", tmp_path / "b.jsonl.zst")
-    field = "prepare.text_field=said"
-    lines = moebius(*words, field, "--per-document", "--json").out.splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [one["document"] for one in found] == [f"{words[3]}:1", f"{words[4]}:2"]
+    a.write_text(texts[0])
+    records = write_records(tmp_path / "records", texts[1:3], "said").read_bytes()
+    b.write_bytes(zstandard.compress(records))
+    odd.write_text('{"said": "The third.", "id": 7}\nnot JSON\n')
+    np.array([*b"The third.", 256], np.uint16).tofile(ids)
+    before, field = stamps(), "prepare.text_field=said"
+    lines = ask(a, b, field, "--per-document", "--json").out.splitlines()
+    *found, whole = [json.loads(line) for line in lines]
+    assert [one["document"] for one in found] == [f"{a}:1", f"{b}:2"]
     assert [one["text_bytes"] for one in found] == [len(texts[n].strip().encode()) for n in (0, 2)]
-    whole = json.loads(moebius(*words, field, "--json").out)
     nats = sum(one["loss"] * one["tokens"] for one in found)
     assert whole["loss"] == pytest.approx(nats / sum(one["tokens"] for one in found))
     assert whole["bits_per_byte"] == pytest.approx(nats / math.log(2) / whole["text_bytes"])
-    table = moebius(*words, field, "--per-document").text
-    assert f"{found[1]['bits_per_byte']:.4f}" in table
-    assert f"loss {whole['loss']:.4f} nats per token" in table
-    assert package.evaluate_text(bytes_run, [*words[3:], field]).loss == pytest.approx(
-        whole["loss"]
-    )
-    keys = ("prepare.format=jsonl", "prepare.id_field=id", "prepare.encoding_faults=1", field)
-    odd = moebius(
-        "eval", bytes_run, "--text", tmp_path / "c.odd", *keys, "--per-document", "--json"
-    )
-    assert json.loads(odd.out)["document"] == "7"
-    after = {
-        path: path.stat().st_mtime_ns for path in (*tmp_path.rglob("*"), *bytes_run.rglob("*"))
-    }
-    assert after == before
-    for given, message in (
-        ((*keys[:2], "prepare.encoding_faults=0", field), "more than prepare.encoding_faults=0"),
-        ((), "has an unknown suffix: .*prepare.format=jsonl"),
-        (("prepare.format=jsonl",), "write prepare.text_field=said"),
+    assert f"loss {whole['loss']:.4f} nats per token" in ask(a, "--text", b, field).out
+    assert package.evaluate_text(bytes_run, [a, b, field]).loss == pytest.approx(whole["loss"])
+    keys = ("prepare.format=jsonl", "prepare.id_field=id", field)
+    *lines, _ = ask(odd, *keys, "prepare.encoding_faults=1", "--per-document").out.splitlines()
+    assert "c.odd: faulty documents left out: 1" in caplog.text
+    loss = json.loads(ask(f"tokens:{ids}", "--json").out)["loss"]
+    assert [line.partition(" nats")[0] for line in lines] == [f"step 2, 7: loss {loss:.4f}"]
+    assert stamps() == before
+    a.write_text(" \n\n")
+    for words, message in (
+        ((odd, *keys, "prepare.encoding_faults=0"), "more than prepare.encoding_faults=0"),
+        ((odd,), "has an unknown suffix: .*prepare.format=jsonl"),
+        ((odd, *keys[:1]), "write prepare.text_field=said"),
+        ((a,), "there is no text in it"),
     ):
-        answer = moebius("eval", bytes_run, "--text", tmp_path / "c.odd", *given)
-        assert answer.code == 2
-        assert re.search(message, answer.err), answer.err
-    (tmp_path / "a.txt").write_text(" \n\n")
-    answer = moebius("eval", bytes_run, "--text", tmp_path / "a.txt")
-    assert (answer.code, "there is no text in it" in answer.err) == (2, True)
+        answer = ask(*words)
+        assert (answer.code, bool(re.search(message, answer.err))) == (2, True), answer.err
 
 
 @pytest.mark.needs_shared
