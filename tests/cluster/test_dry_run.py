@@ -11,14 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+from parts import make_config
 from rich.console import Console
 from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
+from world import run_ranks
 
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.local import dry_run, train_here
 from moebius.train.config.errors import ConfigError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
+from moebius.train.metrics import dry_run as of_ranks
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import place_data
 
@@ -116,6 +119,13 @@ def test_what_train_refuses_a_dry_run_refuses(tmp_path: Path, scratch: Path) -> 
         refused.append(str(error.value))
     assert refused[0] == refused[1]
     assert not list(scratch.iterdir())
+
+
+def test_a_stop_request_is_no_end_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    assert run_ranks(of_ranks.dry_run, 2, make_config(mesh__ep=2), tmp_path) == ["stopped"] * 2
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told == {"state": "stopped", "step": 0}  # at train.steps it would have succeeded
 
 
 @pytest.mark.slow

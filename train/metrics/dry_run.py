@@ -66,7 +66,8 @@ def dry_run(config: Config, run_dir: Path) -> str:
         run.heartbeat.enter(Phase.END)
         measured = run_dir / f"dry_run.{process.rank}.json"
         write_atomically(measured, json.dumps(_measured(run, step_s)))
-        result = {"state": state, "step": config.train.steps}
+        # the step decides how the supervisor reads it
+        result = {"state": state, "step": config.train.steps if state == "finished" else 0}
         if process.rank == 0:
             write_atomically(run_dir / "result.json", json.dumps(result))
         return state
