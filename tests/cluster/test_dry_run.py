@@ -18,6 +18,7 @@ from world import run_ranks
 
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.local import dry_run, train_here
+from moebius.data_pipeline.read.given import giving
 from moebius.train.config.errors import ConfigError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
@@ -58,14 +59,14 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_what_a_run_will_take_is_said_before_there_is_data(tmp_path: Path, scratch: Path) -> None:
-    config = config_of(tmp_path, DRAWN_LOOPS, "data.document_attention=true")
+    config = config_of(tmp_path, DRAWN_LOOPS, "data.document_attention=true", "train.epochs=2")
     status, text = said(config, tmp_path / "run")
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), text
     assert re.search(r"^layout +world 2 = .* ep 2, on cpu$", text, re.MULTILINE), text
     assert re.search(r"^memory +at most 0\.\d+ GB on a rank", text, re.MULTILINE)
     assert re.search(r"^step +[\d.e-]+ s, [\d,]+ tokens/s$", text, re.MULTILINE)
-    assert re.search(r"^run +40 steps in .+, and evaluations$", text, re.MULTILINE)
-    assert "for up to 3 checkpoints at once" in text
+    assert re.search(r"^run +train\.epochs=2\.0: as many steps as", text, re.MULTILINE)
+    assert "checkpoints at once" not in text
     assert f"drawn tokens, for {config.data.directory} is not prepared" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
     assert not list(scratch.iterdir())
@@ -82,6 +83,8 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     status, words = said(config, run_dir)
     assert status.exit_code == 0, words
     assert "40 steps over" in words  # the data's passes
+    assert re.search(r"^run +40 steps in .+, and evaluations$", words, re.MULTILINE)
+    assert "for up to 3 checkpoints at once" in words
     assert files_of(tmp_path) == before
     assert not list(scratch.iterdir())
     saved = [
@@ -93,6 +96,18 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     assert told is not None
     # a checkpoint has the names and shapes of its tensors, too
     assert saved[0] == pytest.approx(float(told[1]) * 1e6, rel=0.05)
+
+
+def test_given_rows_are_read_and_counted(tmp_path: Path, scratch: Path) -> None:
+    given = [*TINY_JOB, *TWO_RANKS, "train.epochs=2"]
+    config, rows = resolve("smoke", given, RECIPES), [[1] * 33] * 40
+    with giving(config.data, rows, vocab_size=257) as data:
+        config = place_data(config.model_copy(update={"data": data}), tmp_path)
+        status, text = said(config, tmp_path / "run")
+    assert status.exit_code == 0, text
+    assert "10 steps in" in text
+    assert "10 steps over 1,280 tokens are 2 passes" in text
+    assert not list(scratch.iterdir())
 
 
 def test_an_error_of_a_rank_is_told_and_leaves_nothing(
