@@ -32,7 +32,7 @@ from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
 from .metrics.spikes import SkipPolicy, Spike
-from .metrics.step_metrics import StepClock, StepMeter
+from .metrics.step_metrics import Pace, StepClock, StepMeter
 from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
@@ -73,6 +73,7 @@ class RunState:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     first_step: int = 1  # of this process
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
+    pace: Pace = field(default_factory=Pace)
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
     # at the present step, equal on all ranks: the loss as "validation", accuracies by tasks' names
@@ -109,8 +110,7 @@ class Run:
 
     def end_is_requested(self) -> bool:
         """Returns, on rank 0, whether the run must save and end at the next step boundary."""
-        is_told = self.process.rank == 0
-        return is_told and (end_is_asked(self.run_dir) or self.checkpoints.must_stop)
+        return self.process.rank == 0 and (end_is_asked(self.run_dir) or self.checkpoints.must_stop)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -128,7 +128,7 @@ class OpenRun(Run):
 
     def restart_clock(self) -> None:
         """Restarts the measurement of step times."""
-        self.state.clock.restart(waited_s=self.loader.wait_s)
+        self.state.clock = StepClock(waited_s=self.loader.wait_s)
 
 
 @dataclass(frozen=True)
