@@ -59,6 +59,7 @@ def test_time_left_is_what_the_run_takes_where_steps_and_evaluations_are_steady(
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200_nvl72"),
         ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM2e", None),
         ("NVIDIA H200 NVL", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA A100-PCIE-40GB", None),
