@@ -5,7 +5,6 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -98,16 +97,14 @@ def dry_run(
         is_prepared(data.directory) and read_manifest(data.directory).complete
     )
     note = check_data(config, run_dir, is_whole=is_whole)
-    if not is_whole:
-        note = f"drawn tokens, for {data.directory} is not prepared"
     with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
         folder = Path(name)
         with interrupts_stop_the_job(folder):
-            status = _run_dry(config, folder, reads_data=is_whole)
+            status = _run_dry(config, folder)
         words = f"{status.state.value}  {status.reason}"
         if status.state is State.SUCCEEDED:
             measured = json.loads((folder / RESULT).read_text())
-            words = _report_of(config, measured, is_whole=is_whole) + f"\n{'data':<12}{note}"
+            words = _report_of(config, measured, is_whole=is_whole, note=note)
     console.print(Text(words), soft_wrap=True)
     cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
     for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
@@ -115,10 +112,9 @@ def dry_run(
     return replace(status, run_dir=run_dir)
 
 
-def _run_dry(config: Config, folder: Path, *, reads_data: bool) -> JobStatus:
+def _run_dry(config: Config, folder: Path) -> JobStatus:
     """Runs the steps of a dry run in a folder of its own, without showing them."""
     changes = {
-        "data": {} if reads_data else {"directory": str(folder / "data")},
         "train": {"start_when": None},
         "checkpoint": {"copy_to": None},
         "job": {"max_restarts": 0, "rehearse_failure_at_step": None},
@@ -135,17 +131,16 @@ def _run_dry(config: Config, folder: Path, *, reads_data: bool) -> JobStatus:
         this_machine.release()
 
 
-def _report_of(config: Config, measured: dict[str, Any], *, is_whole: bool) -> str:
+def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool, note: str) -> str:
     """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
-    train, saves, step_s = config.train, config.checkpoint, measured["step_s"]
-    rate, each = train.global_batch * config.data.seq_len / step_s, measured["checkpoint_bytes"]
-    most, least = (size / 1e9 for size in measured["memory_bytes"])
+    train, saves, each = config.train, config.checkpoint, measured["checkpoint"]
+    rate = train.global_batch * config.data.seq_len / measured["step_s"]
     lines = {
-        "layout": measured["layout"],
-        "memory": f"at most {most:.3g} GB on a rank, at least {least:.3g} GB",
-        "step": f"{step_s:.3g} s, {rate:,.0f} tokens/s",
+        "memory": f"at most {measured['memory'] / 1e9:.3g} GB on a rank",
+        "step": f"{measured['step_s']:.3g} s, {rate:,.0f} tokens/s",
         "checkpoint": f"{each / 1e6:,.1f} MB",
         "run": f"train.epochs={train.epochs}: as many steps as there is data",
+        "data": note if is_whole else f"{config.data.directory} is not prepared",
     }
     if train.epochs is None or is_whole:
         saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)

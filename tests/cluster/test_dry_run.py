@@ -62,12 +62,11 @@ def test_what_a_run_will_take_is_said_before_there_is_data(tmp_path: Path, scrat
     config = config_of(tmp_path, DRAWN_LOOPS, "data.document_attention=true", "train.epochs=2")
     status, text = said(config, tmp_path / "run")
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), text
-    assert re.search(r"^layout +world 2 = .* ep 2, on cpu$", text, re.MULTILINE), text
-    assert re.search(r"^memory +at most 0\.\d+ GB on a rank", text, re.MULTILINE)
+    assert re.search(r"^memory +at most 0\.\d+ GB on a rank$", text, re.MULTILINE)
     assert re.search(r"^step +[\d.e-]+ s, [\d,]+ tokens/s$", text, re.MULTILINE)
     assert re.search(r"^run +train\.epochs=2\.0: as many steps as", text, re.MULTILINE)
     assert "checkpoints at once" not in text
-    assert f"drawn tokens, for {config.data.directory} is not prepared" in text
+    assert f"{config.data.directory} is not prepared" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
     assert not list(scratch.iterdir())
 
@@ -98,7 +97,7 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     assert saved[0] == pytest.approx(float(told[1]) * 1e6, rel=0.05)
 
 
-def test_given_rows_are_read_and_counted(tmp_path: Path, scratch: Path) -> None:
+def test_given_rows_are_counted(tmp_path: Path, scratch: Path) -> None:
     given = [*TINY_JOB, *TWO_RANKS, "train.epochs=2"]
     config, rows = resolve("smoke", given, RECIPES), [[1] * 33] * 40
     with giving(config.data, rows, vocab_size=257) as data:
@@ -140,7 +139,7 @@ def test_a_stop_request_is_no_end_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     assert run_ranks(of_ranks.dry_run, 2, make_config(mesh__ep=2), tmp_path) == ["stopped"] * 2
     told = json.loads((tmp_path / "result.json").read_text())
-    assert told == {"state": "stopped", "step": 0}  # at train.steps it would have succeeded
+    assert (told["state"], told["step"]) == ("stopped", 0)  # at train.steps it would have succeeded
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """A few steps of a run that save nothing: they show what the whole run will take.
 
-Every rank makes them (`python -m moebius.train RUN_DIR --dry-run`) in the run's layout and sizes, with its data or
-drawn tokens. The first step has the most loops that the run draws, so that memory has its peak. The last
-one has about the mean of them and is timed; others before it compile, and capture CUDA graphs.
+Every rank makes them (`python -m moebius.train RUN_DIR --dry-run`) in the run's layout and sizes, on drawn tokens. The
+first step has the most loops that the run draws, so that memory has its peak. The last one has about
+the mean of them and is timed; others before it compile, and capture CUDA graphs.
 """
 
 import json
@@ -10,8 +10,6 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ...data_pipeline.files import write_atomically
-from ...data_pipeline.manifest import is_prepared
 from ...data_pipeline.read.loader import Batch
 from ...distributed.process.process import start_process
 from ...model.loops.depth import loops_of
 from ..config.run_config import Config
 from ..loop import step
-from ..rank_data import open_loader
 from ..record.heartbeat import Phase, open_heartbeat
 from ..run import Run, assemble
 from ..state import state_tensors
@@ -41,27 +37,25 @@ def dry_run(config: Config, run_dir: Path) -> str:
     Returns:
         "finished", or "stopped" after a stop request.
     """
-    train, data = config.train, config.data
+    train = config.train
     with start_process(train.device, timeout_s=train.timeout_s, threads=train.threads) as process:
         run = assemble(config, run_dir, process, open_heartbeat())
-        has_data = data.dataset or is_prepared(data.directory)
         (steps, share), step_s = _steps(run), 0.0
         result: dict[str, Any] = {"state": "finished", "step": train.steps}
-        with closing(open_loader(run, None) if has_data else _drawn_batches(run)) as batches:
-            for number in steps:
-                run.state.progress = replace(run.progress, step=number)
-                run.heartbeat.begin_step(number + 1)
-                began_s = time.perf_counter()
-                if step(run, next(batches), rate=0.0).stop:
-                    result = {"state": "stopped", "step": 0}  # at the last step, it would be an end
-                    break
-                if process.device.type == "cuda":
-                    torch.cuda.synchronize()
-                step_s = time.perf_counter() - began_s
-                run.heartbeat.end_step()
-            else:
-                result |= _measured(run, step_s, share)
+        batch = _drawn_batch(run)
+        for number in steps:
+            run.state.progress = replace(run.progress, step=number)
+            run.heartbeat.begin_step(number + 1)
+            began_s = time.perf_counter()
+            if step(run, batch, rate=0.0).stop:
+                result = {"state": "stopped", "step": 0}  # at the last step, it would be an end
+                break
+            if process.device.type == "cuda":
+                torch.cuda.synchronize()
+            step_s = time.perf_counter() - began_s
+            run.heartbeat.end_step()
         run.heartbeat.enter(Phase.END)
+        result |= _measured(run, step_s, share)
         if process.rank == 0:
             write_atomically(run_dir / "result.json", json.dumps(result))
         return result["state"]
@@ -84,37 +78,30 @@ def _steps(run: Run) -> tuple[list[int], float]:
 
 
 def _measured(run: Run, step_s: float, share: float) -> dict[str, Any]:
-    """Returns what the steps took on the slowest and the largest rank; a collective call."""
-    device = name = run.process.device
+    """Returns what the slowest and the largest rank took, and what follows; a collective call."""
+    device = run.process.device
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory *= 1 if sys.platform == "darwin" else 1024
     if device.type == "cuda":
-        memory, name = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_name(device)
-    worst = torch.tensor([step_s, memory, -memory], dtype=torch.float64, device=device)
+        memory = torch.cuda.max_memory_reserved(device)
+    worst = torch.tensor([step_s, memory], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    step_s, most, least = worst.tolist()
+    step_s, memory = worst.tolist()
     tensors, shards = state_tensors(run.model, run.optimizer)
-    shapes = {
-        key: shards[key].global_shape if key in shards else tensors[key].shape for key in tensors
-    }
-    return {
-        "layout": f"{run.mesh.layout}, on {name}",
-        "memory_bytes": (most, -least),
-        "step_s": step_s,
-        "run_s": run.config.train.steps * step_s * share,
-        "checkpoint_bytes": sum(
-            math.prod(shapes[key]) * tensors[key].element_size() for key in tensors
-        ),
-    }
+    saved = (
+        math.prod(shards[name].global_shape if name in shards else tensor.shape) * tensor.itemsize
+        for name, tensor in tensors.items()
+    )
+    run_s = run.config.train.steps * step_s * share
+    return {"memory": memory, "step_s": step_s, "run_s": run_s, "checkpoint": sum(saved)}
 
 
-def _drawn_batches(run: Run) -> Iterator[Batch]:
-    """Yields batches of drawn tokens; a row is one document where the run respects them."""
+def _drawn_batch(run: Run) -> Batch:
+    """Returns drawn tokens; a row is one document where the run respects them."""
     train, data = run.config.train, run.config.data
-    draws = np.random.default_rng(run.process.rank)
     passes = train.global_batch // (run.process.world_size * train.micro_batch)
     shape = (passes, train.micro_batch, data.seq_len + 1)
+    draws = np.random.default_rng(run.process.rank)
     ids = np.zeros(shape, np.int32) if data.gives_document_ids else None
-    while True:
-        tokens = draws.integers(0, run.config.model.vocab_size, shape)
-        yield Batch(tokens, 0, 0, document_ids=ids, equal_shapes=True)
+    tokens = draws.integers(0, run.config.model.vocab_size, shape)
+    return Batch(tokens, 0, 0, document_ids=ids, equal_shapes=True)
