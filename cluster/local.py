@@ -144,9 +144,8 @@ def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool, no
     }
     if train.epochs is None or is_whole:
         saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)
-        saved += (train.steps // saves.keep_every if saves.keep_every else 0) + bool(
-            saves.keep_best
-        )
+        saved += train.steps // saves.keep_every if saves.keep_every else 0
+        saved += bool(saves.keep_best)
         copies = ", and as many copies" * bool(saves.copy_to)
         lines["run"] = f"{train.steps:,} steps in {duration(measured['run_s'])}, and evaluations"
         lines["disk"] = (

@@ -82,8 +82,7 @@ def parts_of(model: nn.Module) -> dict[Parameter, str]:
     layers and shared experts; and "other".
     """
     roles = roles_of(model)
-    named = model.named_parameters()
-    return {parameter: _place_of(path, roles[path].part) for path, parameter in named}
+    return {each: _place_of(path, roles[path].part) for path, each in model.named_parameters()}
 
 
 def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
