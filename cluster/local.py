@@ -96,7 +96,7 @@ def dry_run(
     is_whole = bool(data.dataset) or (
         is_prepared(data.directory) and read_manifest(data.directory).complete
     )
-    note = check_data(config, run_dir, is_whole=is_whole)
+    check_data(config, run_dir, is_whole=is_whole)
     with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
         folder = Path(name)
         with interrupts_stop_the_job(folder):
@@ -104,7 +104,7 @@ def dry_run(
         words = f"{status.state.value}  {status.reason}"
         if status.state is State.SUCCEEDED:
             measured = json.loads((folder / RESULT).read_text())
-            words = _report_of(config, measured, is_whole=is_whole, note=note)
+            words = _report_of(config, measured, is_whole=is_whole)
     console.print(Text(words), soft_wrap=True)
     cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
     for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
@@ -131,7 +131,7 @@ def _run_dry(config: Config, folder: Path) -> JobStatus:
         this_machine.release()
 
 
-def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool, note: str) -> str:
+def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool) -> str:
     """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
     train, saves, each = config.train, config.checkpoint, measured["checkpoint"]
     rate = train.global_batch * config.data.seq_len / measured["step_s"]
@@ -140,7 +140,6 @@ def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool, no
         "step": f"{measured['step_s']:.3g} s, {rate:,.0f} tokens/s",
         "checkpoint": f"{each / 1e6:,.1f} MB",
         "run": f"train.epochs={train.epochs}: as many steps as there is data",
-        "data": note if is_whole else f"{config.data.directory} is not prepared",
     }
     if train.epochs is None or is_whole:
         saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)

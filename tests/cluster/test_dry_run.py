@@ -66,7 +66,6 @@ def test_what_a_run_will_take_is_said_before_there_is_data(tmp_path: Path, scrat
     assert re.search(r"^step +[\d.e-]+ s, [\d,]+ tokens/s$", text, re.MULTILINE)
     assert re.search(r"^run +train\.epochs=2\.0: as many steps as", text, re.MULTILINE)
     assert "checkpoints at once" not in text
-    assert f"{config.data.directory} is not prepared" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
     assert not list(scratch.iterdir())
 
@@ -81,7 +80,6 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     before = files_of(tmp_path)
     status, words = said(config, run_dir)
     assert status.exit_code == 0, words
-    assert "40 steps over" in words  # the data's passes
     assert re.search(r"^run +40 steps in .+, and evaluations$", words, re.MULTILINE)
     assert "for up to 3 checkpoints at once" in words
     assert files_of(tmp_path) == before
@@ -105,7 +103,6 @@ def test_given_rows_are_counted(tmp_path: Path, scratch: Path) -> None:
         status, text = said(config, tmp_path / "run")
     assert status.exit_code == 0, text
     assert "10 steps in" in text
-    assert "10 steps over 1,280 tokens are 2 passes" in text
     assert not list(scratch.iterdir())
 
 
