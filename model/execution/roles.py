@@ -25,13 +25,6 @@ _PARTS: dict[str, Part] = {
     "injection": "gate",
     "condition": "gate",
 }
-# What gradient norms call a part, wherever it is in the model.
-_NAMES: dict[Part, str] = {
-    "embedding": "embedding",
-    "head": "head",
-    "router": "routers",
-    "norm": "norms",
-}
 
 
 @dataclass(frozen=True)
@@ -100,8 +93,10 @@ def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _place_of(path: str, part: Part) -> str:
     """Returns what gradient norms call a part; of a body or a gate, where it is."""
     modules = path.split(".")
-    if part in _NAMES:
-        return _NAMES[part]
+    if part in ("embedding", "head"):
+        return part
+    if part in ("router", "norm"):
+        return f"{part}s"
     if "attention" in modules:
         return "attention"
     if "feed_forward" in modules:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,13 @@ BROKEN = (
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary folders."""
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary folders, of which none is left."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    yield folder
+    assert not list(folder.iterdir())
 
 
 def config_of(folder: Path, *changes: str, length: str = "train.steps=40") -> Config:
@@ -67,7 +69,6 @@ def test_what_a_run_will_take_is_said_before_there_is_data(tmp_path: Path, scrat
     assert re.search(r"^run +train\.epochs=2\.0: as many steps as", text, re.MULTILINE)
     assert "checkpoints at once" not in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
-    assert not list(scratch.iterdir())
 
 
 def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None:
@@ -83,7 +84,6 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     assert re.search(r"^run +40 steps in .+, and evaluations$", words, re.MULTILINE)
     assert "for up to 3 checkpoints at once" in words
     assert files_of(tmp_path) == before
-    assert not list(scratch.iterdir())
     saved = [
         json.loads(line)["bytes"]
         for line in (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -95,7 +95,7 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     assert saved[0] == pytest.approx(float(told[1]) * 1e6, rel=0.05)
 
 
-def test_given_rows_are_counted(tmp_path: Path, scratch: Path) -> None:
+def test_given_rows_are_counted(tmp_path: Path) -> None:
     given = [*TINY_JOB, *TWO_RANKS, "train.epochs=2"]
     config, rows = resolve("smoke", given, RECIPES), [[1] * 33] * 40
     with giving(config.data, rows, vocab_size=257) as data:
@@ -103,7 +103,6 @@ def test_given_rows_are_counted(tmp_path: Path, scratch: Path) -> None:
         status, text = said(config, tmp_path / "run")
     assert status.exit_code == 0, text
     assert "10 steps in" in text
-    assert not list(scratch.iterdir())
 
 
 def test_an_error_of_a_rank_is_told_and_leaves_nothing(
@@ -117,7 +116,6 @@ def test_an_error_of_a_rank_is_told_and_leaves_nothing(
     assert "no memory [left]" in text
     assert str(scratch) not in text
     assert not (tmp_path / "run").exists()
-    assert not list(scratch.iterdir())
 
 
 def test_a_stop_request_is_no_end_of_the_run(tmp_path: Path) -> None:
@@ -145,5 +143,4 @@ def test_an_interrupted_dry_run_leaves_nothing(
     time.sleep(1)
     process.send_signal(number)  # the second ends it at once
     process.wait(60)
-    assert not list(scratch.iterdir())
     assert not (tmp_path / "run").exists()
