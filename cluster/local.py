@@ -14,7 +14,7 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.manifest import is_prepared, read_manifest
 from ..train.config.run_config import Config
 from ..train.record.run_folder import Source, check_data, if_changed, open_run
-from .job import JobError, JobStatus, Launch, State, python_module, read_status
+from .job import RESULT, JobError, JobStatus, Launch, State, python_module, read_status
 from .launch import begin_run, launch_here, opened_folder, refusals
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
@@ -91,19 +91,20 @@ def dry_run(
 
     The steps are made in a folder that is removed again. Arguments and errors are those of `train_here`.
     """
-    console, run_dir = console or Console(), run_dir.absolute()
+    console, run_dir, data = console or Console(), run_dir.absolute(), config.data
     refusals(config, run_dir, source, console=console)
-    where = config.data.directory
-    has_data = (is_prepared(where) and read_manifest(where).complete) or bool(config.data.dataset)
-    note = check_data(config, run_dir, is_whole=has_data)
+    is_whole = bool(data.dataset) or (
+        is_prepared(data.directory) and read_manifest(data.directory).complete
+    )
+    check_data(config, run_dir, is_whole=is_whole)
     with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
         folder = Path(name)
         with interrupts_stop_the_job(folder):
-            status = _run_dry(config, folder, reads_data=has_data)
+            status = _run_dry(config, folder)
         words = f"{status.state.value}  {status.reason}"
         if status.state is State.SUCCEEDED:
-            drawn = f"drawn tokens, for {config.data.directory} is not prepared"
-            words = f"{_report_of(config, folder)}\n{'data':<12}{note if has_data else drawn}"
+            measured = json.loads((folder / RESULT).read_text())
+            words = _report_of(config, measured, is_whole=is_whole)
     console.print(Text(words), soft_wrap=True)
     cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
     for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
@@ -111,11 +112,10 @@ def dry_run(
     return replace(status, run_dir=run_dir)
 
 
-def _run_dry(config: Config, folder: Path, *, reads_data: bool) -> JobStatus:
+def _run_dry(config: Config, folder: Path) -> JobStatus:
     """Runs the steps of a dry run in a folder of its own, without showing them."""
     changes = {
-        "data": {} if reads_data else {"directory": str(folder / "data")},
-        "train": {"start_when": None, "profile": {}},
+        "train": {"start_when": None},
         "checkpoint": {"copy_to": None},
         "job": {"max_restarts": 0, "rehearse_failure_at_step": None},
     }
@@ -131,27 +131,25 @@ def _run_dry(config: Config, folder: Path, *, reads_data: bool) -> JobStatus:
         this_machine.release()
 
 
-def _report_of(config: Config, folder: Path) -> str:
+def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool) -> str:
     """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
-    ranks = [json.loads(file.read_text()) for file in folder.glob("dry_run.*.json")]
-    train, saves, first = config.train, config.checkpoint, ranks[0]
-    step_s = max(rank["step_s"] for rank in ranks)
-    rate, peak = train.global_batch * config.data.seq_len / step_s, first["peak_tokens_per_s"]
-    memory = [rank["memory_bytes"] / 1e9 for rank in ranks]
-    saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)
-    saved += (train.steps // saves.keep_every if saves.keep_every else 0) + bool(saves.keep_best)
-    each, copies = first["checkpoint_bytes"] / 1e6, ", and as many copies" * bool(saves.copy_to)
+    train, saves, each = config.train, config.checkpoint, measured["checkpoint"]
+    rate = train.global_batch * config.data.seq_len / measured["step_s"]
     lines = {
-        "layout": first["layout"],
-        "memory": f"at most {max(memory):.3g} GB on a rank, at least {min(memory):.3g} GB",
-        "step": f"{step_s:.3g} s, {rate:,.0f} tokens/s"
-        + (f", MFU {rate / peak:.1%}" if peak else ""),
-        "run": f"{train.steps:,} steps in {duration(train.steps * step_s)}, and evaluations"
-        if train.epochs is None or is_prepared(config.data.directory)
-        else f"train.epochs={train.epochs:g}: as many steps as there is data",
-        "checkpoint": f"{each:,.1f} MB",
-        "disk": f"{saved * each / 1e3:,.3f} GB for up to {saved} checkpoints at once{copies}",
+        "memory": f"at most {measured['memory'] / 1e9:.3g} GB on a rank",
+        "step": f"{measured['step_s']:.3g} s, {rate:,.0f} tokens/s",
+        "checkpoint": f"{each / 1e6:,.1f} MB",
+        "run": f"train.epochs={train.epochs}: as many steps as there is data",
     }
+    if train.epochs is None or is_whole:
+        saved = min(saves.keep_last + 1, -(-train.steps // saves.every) if saves.every else 1)
+        saved += train.steps // saves.keep_every if saves.keep_every else 0
+        saved += bool(saves.keep_best)
+        copies = ", and as many copies" * bool(saves.copy_to)
+        lines["run"] = f"{train.steps:,} steps in {duration(measured['run_s'])}, and evaluations"
+        lines["disk"] = (
+            f"{saved * each / 1e9:,.3f} GB for up to {saved} checkpoints at once{copies}"
+        )
     return "\n".join(f"{name:<12}{words}" for name, words in lines.items())
 
 

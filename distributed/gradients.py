@@ -15,7 +15,7 @@ parameters are narrower than float32.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from ..model.execution.roles import part_of
-from ..model.layers import literal
+from ..model.layers import on_device
 from .local_shard import local_shard_of, local_tensor
 from .mesh import Mesh
 
@@ -141,13 +140,13 @@ def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parame
 
 
 def global_grad_norm(
-    parameters: Sequence[Parameter],
+    parameters: Mapping[Parameter, str],
     mesh: Mesh,
     *,
     numbers: Sequence[Tensor | float] = (),
 ) -> tuple[float, tuple[float, ...], dict[str, float]]:
     """Returns the 2-norm of the whole model's reduced gradient, the numbers' sums over ranks, and
-    the norm of every part (`part_of`).
+    the norm of every part, which each parameter is given with.
 
     Collective, with equally many numbers and the same parts on every rank; all ranks get the same
     bits. The first copy of each tensor counts its elements, so a non-finite gradient anywhere makes
@@ -156,7 +155,7 @@ def global_grad_norm(
     squares, which are sums of those that make the norm. Reading the results is the step's only wait
     for the device.
     """
-    names = sorted({part_of(parameter) for parameter in parameters})
+    names = sorted(set(parameters.values()))
     sums = torch.zeros(
         1 + len(numbers) + len(names), dtype=torch.float64, device=_device(parameters)
     )
@@ -174,7 +173,7 @@ def global_grad_norm(
 
 
 def clip_gradients(
-    parameters: Sequence[Parameter],
+    parameters: Mapping[Parameter, str],
     mesh: Mesh,
     *,
     max_norm: float,
@@ -196,13 +195,13 @@ def clip_gradients(
     return norm, sums, norms
 
 
-def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[tuple[Tensor, str]]:
+def _counted_here(parameters: Mapping[Parameter, str], rank: int) -> Iterator[tuple[Tensor, str]]:
     """Yields what this rank counts of the gradients in the model's norm, each with its part."""
-    for parameter in parameters:
+    for parameter, part in parameters.items():
         shard = local_shard_of(parameter)
         if parameter.grad is not None and shard.copy_index(rank) == 0:
             for view in shard.first_views(local_tensor(parameter.grad)):
-                yield view, part_of(parameter)
+                yield view, part
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
@@ -255,8 +254,8 @@ def _squares(counted: Sequence[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
 
 def _sums_of_parts(values_N: Tensor, parts_N: Sequence[str], names: Sequence[str]) -> Tensor:
     """Returns the sum of each part's values, in the order of `names`; other parts' may be NaN."""
-    of_N = literal(tuple(map(names.index, parts_N)), torch.int64, values_N.device)
-    of_P = literal(tuple(range(len(names))), torch.int64, values_N.device)
+    of_N = on_device(torch.tensor([names.index(part) for part in parts_N]), values_N.device)
+    of_P = torch.arange(len(names), device=values_N.device)
     return torch.where(of_P[:, None] == of_N, values_N, 0.0).sum(1)
 
 
@@ -264,5 +263,5 @@ def _norms(gradients: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     return torch._foreach_norm(gradients, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _device(parameters: Sequence[Parameter]) -> torch.device:
+def _device(parameters: Iterable[Parameter]) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))

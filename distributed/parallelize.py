@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from ..model.balance import RunningSum
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import store_in
-from ..model.execution.roles import mark_parts
 from ..model.initialise import draw
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
@@ -85,7 +84,6 @@ def build_model(
     store_in(model, stored)
     model.to_empty(device=device)
     _fill(model, specified, expert_shards, mesh, seed)
-    mark_parts(model)
     return model
 
 

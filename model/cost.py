@@ -45,7 +45,7 @@ PEAKS = {
     "GB200": (2.25e15, 80e12),
 }
 # The driver's names of whole GPUs on SXM boards and in racks; cards and parts of a GPU are slower.
-_GPU = re.compile(rf"(?:NVIDIA )?({'|'.join(PEAKS)})(?:[ -](?:SXM\d?|HBM\w+|\d+GB))*")
+_GPU = re.compile(rf"(?:NVIDIA )?({'|'.join(PEAKS)})(?:[ -](?:SXM\d?|HBM3|\d+GB))*")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         tokens=run.progress.tokens,
         tokens_per_s=round(tokens / step_s, 1),
         step_s=round(step_s, 5),
-        **run.state.clock.pace.facts(number, tokens / step_s, run.config, run.process),
+        **run.state.pace.facts(number, step_s, run.config, run.process),
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
@@ -108,8 +108,10 @@ def score_and_sample(run: OpenRun, result: StepResult) -> None:
     if every and (is_last or (due(step, every) and (judges or not result.stop))):
         assert run.examine is not None, "evaluate.every needs train(…, examine=Examiner())"
         run.model.before_step(step)  # a scheduled router is as the next step would use it
+        began_s = time.monotonic()
         with run.heartbeat.during(Phase.EVAL):
             run.examine(run)
+        run.state.pace.evaluations["scores"] = every, time.monotonic() - began_s
         run.restart_clock()
 
 
@@ -159,6 +161,8 @@ def evaluate_run(run: OpenRun) -> None:
             return
     if math.isfinite(result.loss):
         run.state.measured["validation"] = result.loss
+    seconds = time.monotonic() - began_s
+    run.state.pace.evaluations["validation"] = run.config.train.eval_every, seconds
     run.log.write(
         "eval",
         run.progress.step,
@@ -166,9 +170,8 @@ def evaluate_run(run: OpenRun) -> None:
         perplexity=result.perplexity,
         **average,
         tokens=result.tokens,
-        seconds=round(time.monotonic() - began_s, 3),
+        seconds=round(seconds, 3),
     )
-    run.state.clock.pace.count_evaluation(time.monotonic() - began_s)
 
 
 def evaluate_average(run: OpenRun) -> dict[str, float]:

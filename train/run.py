@@ -27,12 +27,13 @@ from ..kernels.backend import build_backend, resolve_backend
 from ..model.execution.compiled import check_compiler, compile_dense_parts
 from ..model.execution.depth_losses import WeightedLoss, weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
+from ..model.execution.roles import parts_of
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
 from .metrics.spikes import SkipPolicy, Spike
-from .metrics.step_metrics import StepClock, StepMeter
+from .metrics.step_metrics import Pace, StepClock, StepMeter
 from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
@@ -73,6 +74,7 @@ class RunState:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     first_step: int = 1  # of this process
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
+    pace: Pace = field(default_factory=Pace)
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
     # at the present step, equal on all ranks: the loss as "validation", accuracies by tasks' names
@@ -88,7 +90,7 @@ class Run:
     process: Process
     mesh: Mesh
     model: Transformer
-    parameters: list[torch.nn.Parameter]  # this rank's shards
+    parameters: dict[torch.nn.Parameter, str]  # this rank's shards, each with its part of the model
     optimizer: torch.optim.Optimizer
     expert_placement: ExpertPlacement
     checkpoints: Checkpointer
@@ -109,8 +111,7 @@ class Run:
 
     def end_is_requested(self) -> bool:
         """Returns, on rank 0, whether the run must save and end at the next step boundary."""
-        is_told = self.process.rank == 0
-        return is_told and (end_is_asked(self.run_dir) or self.checkpoints.must_stop)
+        return self.process.rank == 0 and (end_is_asked(self.run_dir) or self.checkpoints.must_stop)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -128,7 +129,7 @@ class OpenRun(Run):
 
     def restart_clock(self) -> None:
         """Restarts the measurement of step times."""
-        self.state.clock.restart(waited_s=self.loader.wait_s)
+        self.state.clock = StepClock(waited_s=self.loader.wait_s)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def assemble(
     if config.train.compile:
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model) | depth_facts(config))
-    optimizer, parameters = optimizer_of(config.optim, model, mesh), list(model.parameters())
+    optimizer = optimizer_of(config.optim, model, mesh)
     span = config.train.average_span(config.train.global_batch * config.data.seq_len)
     copy_to = config.checkpoint.copy_to
     checkpoints = Checkpointer(
@@ -188,7 +189,7 @@ def assemble(
         process=process,
         mesh=mesh,
         model=model,
-        parameters=parameters,
+        parameters=parts_of(model),
         optimizer=optimizer,
         expert_placement=ExpertPlacement(config.mesh, model, optimizer, mesh),
         checkpoints=checkpoints,
@@ -197,7 +198,7 @@ def assemble(
         judge=SkipPolicy(config.train.skip_spikes),
         traces=StepTraces(config.train.profile, run_dir / TRACES, process.rank),
         depth_losses=weighted_losses(config.train.losses),
-        average=WeightAverage(optimizer, parameters, config.train.average, span),
+        average=WeightAverage(optimizer, list(model.parameters()), config.train.average, span),
         heartbeat=heartbeat or Heartbeat(),
         passes=passes_of(config, model, layout, backend=backend, device=process.device),
     )
@@ -294,7 +295,6 @@ def save(run: OpenRun) -> None:
     if any(numbers := changed_numbers(run.optimizer)):
         run.process.agree("optimizer", {"numbers in its groups": repr(numbers)})
         meta["groups"] = numbers
-    tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
-        run.checkpoints.save(run.progress.step, tensors, shards, meta)
+        run.checkpoints.save(run.progress.step, *state_tensors(run.model, run.optimizer), meta)
     run.state.saved_step = run.progress.step

@@ -56,10 +56,6 @@ def _add_train(commands: Commands) -> None:
         notes=ENDS,
     )
     add_config_arguments(parser)
-    _add_dry_run(parser)
-
-
-def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -82,7 +78,6 @@ def _add_submit(commands: Commands) -> None:
         notes=ENDS,
     )
     add_config_arguments(parser)
-    _add_dry_run(parser)
     _add_place(parser, "simulate one for this job")
 
 
@@ -128,11 +123,6 @@ def _train(options: argparse.Namespace) -> int:
 
 def _submit(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
-    if options.dry_run:
-        raise ValueError(
-            "submit --dry-run: `moebius train … --dry-run` with the same words starts all ranks on "
-            "this machine, without Ray"
-        )
     from ...cluster.submit import submit
 
     config, run_dir, source = _resolve(options)

@@ -78,11 +78,6 @@ class RunReport:
         begun = self.since if status.submitted_at is None else status.submitted_at
         return max(0.0, (status.ended_at or time.time()) - begun)
 
-    @property
-    def left_s(self) -> float | None:
-        """Returns the seconds to the end, as of the newest step; None unless the run makes steps."""
-        return self.newest.get("left_s") if self.status.state is State.RUNNING else None
-
     def story(self) -> str:
         """Describes what happened, in one line."""
         parts = [self._where_it_stands()]
@@ -134,8 +129,7 @@ class RunReport:
             "total_steps": status.total_steps,
             "loss": _finite_or_text(status.loss),
             "tokens_per_s": _finite_or_text(self.tokens_per_s),
-            "left_s": self.left_s,
-            **{key: self.newest.get(key) for key in ("passes", "mfu")},
+            **{key: self.newest.get(key) for key in ("left_s", "passes", "mfu")},
             "last_checkpoint": self.last_checkpoint,
             "submitted_at": status.submitted_at,
             "ended_at": status.ended_at,
@@ -157,6 +151,8 @@ def read_report(run_dir: Path) -> RunReport:
     status = read_status(run_dir)
     entries = current_submission(Journal(run_dir).entries())
     newest = last_train_line(run_dir) or {}
+    if status.state is not State.RUNNING:
+        newest.pop("left_s", None)  # it makes no steps
     rate = newest.get("tokens_per_s")
     return RunReport(
         status=status,
@@ -310,7 +306,7 @@ def run_table(reports: Sequence[RunReport], root: Path) -> Table:
             "" if status.step is None else f"{status.step}/{status.total_steps or '?'}",
             "" if status.loss is None else f"{status.loss:.4f}",
             "" if rate is None else f"{rate:,.0f}",
-            "" if report.left_s is None else duration(report.left_s),
+            duration(report.newest["left_s"]) if "left_s" in report.newest else "",
             duration(max(0.0, time.time() - report.since)),
         )
     return table

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 Part = Literal["body", "embedding", "head", "router", "gate", "norm"]
 Kind = Literal["matrix", "bank", "table", "vector", "unknown"]
@@ -23,13 +24,6 @@ _PARTS: dict[str, Part] = {
     "halting": "gate",
     "injection": "gate",
     "condition": "gate",
-}
-# What gradient norms call a part, wherever it is in the model.
-_NAMES: dict[Part, str] = {
-    "embedding": "embedding",
-    "head": "head",
-    "router": "routers",
-    "norm": "norms",
 }
 
 
@@ -73,21 +67,15 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     return found
 
 
-def mark_parts(model: nn.Module) -> None:
-    """Records on every parameter the part of the model whose gradient norm counts it (`part_of`).
+def parts_of(model: nn.Module) -> dict[Parameter, str]:
+    """Returns every parameter, in the model's order, with the part whose gradient norm counts it.
 
     These are "embedding", "head", "routers" and "norms" wherever they are; "attention", its experts
     included; "experts", those of the feed-forward that tokens are routed to; "feed_forward", dense
     layers and shared experts; and "other".
     """
     roles = roles_of(model)
-    for path, parameter in model.named_parameters():
-        parameter.part = _place_of(path, roles[path])  # type: ignore[attr-defined]
-
-
-def part_of(parameter: Tensor) -> str:
-    """Returns the part that `mark_parts` recorded."""
-    return getattr(parameter, "part", "other")
+    return {each: _place_of(path, roles[path].part) for path, each in model.named_parameters()}
 
 
 def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -102,11 +90,13 @@ def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield (f"{path}.{name}" if path else name), module, name
 
 
-def _place_of(path: str, role: Role) -> str:
-    """Returns the part of a parameter; of a body's or a gate's, where it is."""
+def _place_of(path: str, part: Part) -> str:
+    """Returns what gradient norms call a part; of a body or a gate, where it is."""
     modules = path.split(".")
-    if role.part in _NAMES:
-        return _NAMES[role.part]
+    if part in ("embedding", "head"):
+        return part
+    if part in ("router", "norm"):
+        return f"{part}s"
     if "attention" in modules:
         return "attention"
     if "feed_forward" in modules:

@@ -1,7 +1,7 @@
 """Lays out the page, a Dash application: run selection, figures and events."""
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import plotly.graph_objects as go
 from dash import Dash, Input, Output, State, dcc, html
@@ -161,7 +161,7 @@ def _pace(newest: Record, *, goes_on: bool) -> tuple[str, str, str]:
     """Returns the time left of a run that goes on, its passes over the data, and its MFU."""
     left_s = newest.get("left_s") if goes_on else None
     return (
-        "–" if left_s is None else str(timedelta(seconds=round(left_s))),
+        "–" if left_s is None else f"{left_s / 3600:,.2f} h",
         f"{newest['passes']:.2f}" if "passes" in newest else "–",
         f"{newest['mfu']:.1%}" if "mfu" in newest else "–",
     )

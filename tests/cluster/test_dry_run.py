@@ -8,38 +8,43 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parts import make_config
 from rich.console import Console
 from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
+from world import run_ranks
 
 from moebius.cluster.job import JobStatus, State
 from moebius.cluster.local import dry_run, train_here
-from moebius.train.config.errors import ConfigError
+from moebius.data_pipeline.read.given import giving
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
+from moebius.train.metrics import dry_run as of_ranks
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import place_data
 
 TWO_RANKS = ("job.num_nodes=1", "job.ranks_per_node=2", "mesh.ep=2", "mesh.dp_replicate=1")
-DRAWN_LOOPS = "model.loops.depth.kind=poisson"
+DRAWN_LOOPS = ("model.loops.depth.kind=poisson", "model.loops.depth.per=sequence")
 BROKEN = (
     "import torch\ndef broken(*_, **__):\n    raise torch.OutOfMemoryError('no memory [left]')\n"
 )
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary folders."""
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary folders, of which none is left."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    yield folder
+    assert not list(folder.iterdir())
 
 
-def config_of(folder: Path, *changes: str) -> Config:
-    given = [*TINY_JOB, *TWO_RANKS, "train.steps=40", "checkpoint.every=10", *changes]
+def config_of(folder: Path, *changes: str, length: str = "train.steps=40") -> Config:
+    given = [*TINY_JOB, *TWO_RANKS, length, "checkpoint.every=10", *changes]
     return place_data(resolve("smoke", given, RECIPES), folder)
 
 
@@ -55,17 +60,15 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_what_a_run_will_take_is_said_before_there_is_data(tmp_path: Path, scratch: Path) -> None:
-    config = config_of(tmp_path, DRAWN_LOOPS, "data.document_attention=true")
+    changes = (*DRAWN_LOOPS, "data.document_attention=true")
+    config = config_of(tmp_path, *changes, length="train.epochs=2")
     status, text = said(config, tmp_path / "run")
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), text
-    assert re.search(r"^layout +world 2 = .* ep 2, on cpu$", text, re.MULTILINE), text
-    assert re.search(r"^memory +at most 0\.\d+ GB on a rank", text, re.MULTILINE)
+    assert re.search(r"^memory +at most 0\.\d+ GB on a rank$", text, re.MULTILINE)
     assert re.search(r"^step +[\d.e-]+ s, [\d,]+ tokens/s$", text, re.MULTILINE)
-    assert re.search(r"^run +40 steps in .+, and evaluations$", text, re.MULTILINE)
-    assert "for up to 3 checkpoints at once" in text
-    assert f"drawn tokens, for {config.data.directory} is not prepared" in text
+    assert re.search(r"^run +train\.epochs=2\.0: as many steps as", text, re.MULTILINE)
+    assert "checkpoints at once" not in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
-    assert not list(scratch.iterdir())
 
 
 def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None:
@@ -78,9 +81,9 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     before = files_of(tmp_path)
     status, words = said(config, run_dir)
     assert status.exit_code == 0, words
-    assert "40 steps over" in words  # the data's passes
+    assert re.search(r"^run +40 steps in .+, and evaluations$", words, re.MULTILINE)
+    assert "for up to 3 checkpoints at once" in words
     assert files_of(tmp_path) == before
-    assert not list(scratch.iterdir())
     saved = [
         json.loads(line)["bytes"]
         for line in (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -90,6 +93,16 @@ def test_a_run_that_exists_stays_as_it_is(tmp_path: Path, scratch: Path) -> None
     assert told is not None
     # a checkpoint has the names and shapes of its tensors, too
     assert saved[0] == pytest.approx(float(told[1]) * 1e6, rel=0.05)
+
+
+def test_given_rows_are_counted(tmp_path: Path) -> None:
+    given = [*TINY_JOB, *TWO_RANKS, "train.epochs=2"]
+    config, rows = resolve("smoke", given, RECIPES), [[1] * 33] * 40
+    with giving(config.data, rows, vocab_size=257) as data:
+        config = place_data(config.model_copy(update={"data": data}), tmp_path)
+        status, text = said(config, tmp_path / "run")
+    assert status.exit_code == 0, text
+    assert "10 steps in" in text
 
 
 def test_an_error_of_a_rank_is_told_and_leaves_nothing(
@@ -103,19 +116,13 @@ def test_an_error_of_a_rank_is_told_and_leaves_nothing(
     assert "no memory [left]" in text
     assert str(scratch) not in text
     assert not (tmp_path / "run").exists()
-    assert not list(scratch.iterdir())
 
 
-def test_what_train_refuses_a_dry_run_refuses(tmp_path: Path, scratch: Path) -> None:
-    config, refused = config_of(tmp_path, "mesh.ep=1", "mesh.dp_replicate=2"), []
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("mine")
-    for start in (dry_run, train_here):
-        with pytest.raises(ConfigError) as error:
-            start(config, tmp_path / "full", console=Console(quiet=True))
-        refused.append(str(error.value))
-    assert refused[0] == refused[1]
-    assert not list(scratch.iterdir())
+def test_a_stop_request_is_no_end_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    assert run_ranks(of_ranks.dry_run, 2, make_config(mesh__ep=2), tmp_path) == ["stopped"] * 2
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert (told["state"], told["step"]) == ("stopped", 0)  # at train.steps it would have succeeded
 
 
 @pytest.mark.slow
@@ -136,5 +143,4 @@ def test_an_interrupted_dry_run_leaves_nothing(
     time.sleep(1)
     process.send_signal(number)  # the second ends it at once
     process.wait(60)
-    assert not list(scratch.iterdir())
     assert not (tmp_path / "run").exists()

@@ -102,7 +102,8 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
         reducer.reduce()
         for parameter, summed in zip((*dense, *experts), [*grads[0], *grads[1]], strict=True):
             assert torch.equal(parameter.grad, summed)
-        norm, sums, norms = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
+        parts = dict.fromkeys([*dense, *experts], "other")
+        norm, sums, norms = clip_gradients(parts, mesh, max_norm=max_norm)
         assert sums == ()
         assert norms == {"other": norm}
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
@@ -191,10 +192,8 @@ def poisoned(ep, bad_rank, where, value):
             tensor.grad = torch.full_like(tensor, value)
         GradientReducer(dense, experts, mesh).reduce()
         numbers = (False, process.rank == bad_rank, torch.tensor(0.25 + process.rank))
-        for part, parameters in (("dense", dense), ("experts", experts)):
-            for parameter in parameters:
-                parameter.part = part
-        norm, sums, norms = global_grad_norm([*dense, *experts], mesh, numbers=numbers)
+        parts = dict.fromkeys(dense, "dense") | dict.fromkeys(experts, "experts")
+        norm, sums, norms = global_grad_norm(parts, mesh, numbers=numbers)
         assert [math.isfinite(norms[part]) for part in ("dense", "experts")] == [
             math.isfinite(norm) or where != part for part in ("dense", "experts")
         ]

@@ -4,7 +4,7 @@ train/metrics/log.py writes the numbers.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from ...distributed.dispatch.exchange import Counters, hottest_factor
 from ...distributed.process.process import Process
 from ...model.cost import forward_flops, peak_flops
 from ...model.execution.precision import products_dtype
+from ...model.loops.depth import loops_until
 from ..config.run_config import Config
-from ..config.train_config import TrainConfig
 from ..loss import MicroBatchLoss
 
 LOAD_KINDS = ("feed_forward", "value", "output", "attention")
@@ -92,18 +92,13 @@ class StepMeter:
 
 
 class StepClock:
-    """Measures the time of steps between log lines, without evaluations, and in `pace` since the start.
+    """Measures the time of steps between log lines, without evaluations.
 
     It includes everything that runs beside a step. `waited_s` is how long the data loader says this
     rank has waited.
     """
 
-    def __init__(self) -> None:
-        self.pace = Pace()
-        self.restart()
-
-    def restart(self, *, waited_s: float = 0.0) -> None:
-        """Begins to measure at this moment."""
+    def __init__(self, *, waited_s: float = 0.0) -> None:
         self._started_s = time.perf_counter()
         self._waited_s = waited_s
         self._num_steps = 0
@@ -123,54 +118,52 @@ class StepClock:
 class Pace:
     """Predicts the rest of a run from the steps and evaluations of this process.
 
-    A step's time is the mean since the first one, which compiles and fills caches, with whatever recurs
-    between steps: data, logging, checkpoints. Evaluations are rare and long, so they are measured
-    apart. A process that resumes a run measures anew: no interruption is in it.
+    A step's time is the mean of the logged ones, for each loop that they make, since later steps may make
+    more (`model.loops.depth`). The first one, which compiles and fills caches, is left out. Evaluations
+    are rare and long, so the newest of each kind counts apart. A process that resumes a run measures
+    anew: no interruption is in it.
     """
 
-    first_step: int | None = None  # is not measured
-    began_s: float = 0.0  # its end, later by the duration of every evaluation since
-    evaluations: int = 0
-    evaluated_s: float = 0.0
-    peak_tokens_per_s: float | None = None  # at an MFU of 1; None: unknown
+    evaluations: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By kind: the steps between two, and the seconds of the newest."""
+    _steps_s: float = 0.0
+    _loops: int = 0  # of the same steps
+    _peaks: dict[int, float | None] = field(default_factory=dict)  # by loops
 
-    def count_evaluation(self, seconds: float) -> None:
-        """Adds an evaluation, also one before the first step."""
-        self.evaluations += 1
-        self.evaluated_s += seconds
-        self.began_s += seconds
-
-    def facts(
-        self, step: int, tokens_per_s: float, config: Config, process: Process
-    ) -> dict[str, float]:
+    def facts(self, step: int, step_s: float, config: Config, process: Process) -> dict[str, float]:
         """Returns `left_s`, from a step to the run's end, and `mfu`, as far as they are known."""
-        now, train, found = time.perf_counter(), config.train, dict[str, float]()
-        if self.first_step is None:
-            self.first_step, self.began_s = step, now
-            self.peak_tokens_per_s = peak_tokens_per_s(config, process)
-        else:
-            step_s = (now - self.began_s) / (step - self.first_step)
-            each_s = self.evaluated_s / max(1, self.evaluations)
-            left_s = (train.steps - step) * step_s + evaluations_left(step, train) * each_s
+        train, model, found = config.train, config.model, dict[str, float]()
+        before, done, all_loops = (
+            loops_until(model.loops.depth, model.num_repeats, steps)
+            for steps in (step - 1, step, train.steps)
+        )
+        if self._peaks:  # else it is the first step
+            self._steps_s += step_s
+            self._loops += done - before
+            left_s = self._steps_s / self._loops * (all_loops - done)
+            for every, seconds in self.evaluations.values():
+                left_s += evaluations_left(step, train.steps, every) * seconds
             found["left_s"] = round(left_s, 1)
-        if self.peak_tokens_per_s is not None:
-            found["mfu"] = round(tokens_per_s / self.peak_tokens_per_s, 4)
+        if (loops := done - before) not in self._peaks:
+            self._peaks[loops] = peak_tokens_per_s(config, process, loops)
+        if (peak := self._peaks[loops]) is not None:
+            tokens = train.global_batch * config.data.seq_len
+            found["mfu"] = round(tokens / step_s / peak, 4)
         return found
 
 
-def evaluations_left(step: int, train: TrainConfig) -> int:
+def evaluations_left(step: int, steps: int, every: int) -> int:
     """Returns how many evaluations come after a step's update, its own and the last one included."""
-    every = train.eval_every
-    return 1 + ((train.steps - 1) // every - (step - 1) // every if every else 0)
+    return 1 + ((steps - 1) // every - (step - 1) // every if every else 0)
 
 
-def peak_tokens_per_s(config: Config, process: Process) -> float | None:
+def peak_tokens_per_s(config: Config, process: Process, loops: int) -> float | None:
     """Returns all ranks' tokens/s at an MFU of 1; None if the peak of rank 0's GPU is unknown."""
     if process.device.type != "cuda":
         return None
     dtype = products_dtype(config.train.precision)
     peak = peak_flops(torch.cuda.get_device_name(process.device), dtype)
-    flops = forward_flops(config.model, config.data.seq_len).training
+    flops = forward_flops(config.model.with_loops(loops), config.data.seq_len).training
     return None if peak is None else process.world_size * peak / flops
 
 

@@ -19,7 +19,7 @@ from moebius_dashboard.serve import guarded
 
 @pytest.fixture
 def runs(tmp_path):
-    step = train_line(1, loss=3.25, left_s=3700.0, passes=1.5, mfu=0.4)
+    step = train_line(1, loss=3.25, left_s=1e15, passes=1.5, mfu=0.4)
     sample = {"kind": "samples", "time": 1001.0, "step": 1, "prompt": "The", "text": " [b]end"}
     write_run(tmp_path / "runs" / "two", step, sample)
     write_run(tmp_path / "runs" / "one", *(with_loads(step, [0.5, 0.5]) for step in range(1, 9)))
@@ -84,7 +84,7 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
     assert answer.status_code == 200
     drawn = answer.json["response"]
     assert drawn["loss"]["figure"]["data"][0]["y"] == [3.25]
-    for told in ("3.2500", "1:01:40", "1.50", "40.0%"):
+    for told in ("3.2500", "277,777,777,777.78 h", "1.50", "40.0%"):
         assert told in str(drawn["stand"])
     assert " [b]end" in str(drawn["samples"])
     assert "RUNNING: first step" in str(drawn["events"])
