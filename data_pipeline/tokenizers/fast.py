@@ -23,7 +23,7 @@ import json
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -102,6 +102,8 @@ class FastEncoder:
 
     # added tokens, for which `tokenizers` searches a text before it splits it
     searched: Iterable[str] = ()
+    # of every id that decodes to any
+    bytes_of: Mapping[int, bytes] = {}
 
     def __init__(self, merges: list[tuple[bytes, bytes]], pattern: str, vocab: dict[bytes, int]):
         tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
@@ -114,8 +116,6 @@ class FastEncoder:
         )
         ids = [vocab[token] for token in tokens]
         self._ids = np.array(ids, dtype=token_dtype(1 + max(ids)))
-        self.bytes_of = defaultdict(bytes, zip(ids, tokens, strict=True))
-        """The bytes of each id; special tokens have none."""
 
     def encode(self, text: str) -> np.ndarray | None:
         """Returns the ids of `text`, 1-D of `token_dtype`; None if `tokenizers` must encode it.
@@ -146,9 +146,8 @@ def fast_encoder(text_json: str) -> FastEncoder:
     vocab, merges = _bytes_of(described["model"])
     _check_last_steps(merges)
     encoder = FastEncoder(merges, pattern, vocab)
-    added = [one for one in described["added_tokens"] if not one["special"]]
-    encoder.searched = [one["content"] for one in added]
-    encoder.bytes_of |= {one["id"]: library.decode([one["id"]]).encode() for one in added}
+    encoder.searched = [one["content"] for one in described["added_tokens"] if not one["special"]]
+    encoder.bytes_of = defaultdict(bytes, _decoded(library, described))
     _check_sample(library, encoder, vocab)
     return encoder
 
@@ -244,6 +243,17 @@ def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes
     if missing := sorted(made - vocab.keys()):
         raise UnsuitableError(f"its vocabulary lacks {missing[0]!r}")
     return vocab, merges
+
+
+def _decoded(library: tokenizers.Tokenizer, described: dict[str, Any]) -> dict[int, bytes]:
+    """Returns the bytes of each id but those of special tokens, also of tokens that no merge makes."""
+    special = {one["id"] for one in described["added_tokens"] if one["special"]}
+    alphabet = byte_of_character().keys()
+    return {
+        index: _as_bytes(token) if alphabet >= set(token) else token.encode()
+        for token, index in library.get_vocab().items()
+        if index not in special
+    }
 
 
 def _as_bytes(token: str) -> bytes:

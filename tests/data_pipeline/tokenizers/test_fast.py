@@ -262,7 +262,12 @@ def test_any_text_is_split_alike(steps, text):
 
 def test_texts_with_an_added_token_are_left_to_the_library():
     """Tokens that are not special are searched for; DeepSeek's and Qwen's have some."""
-    text_json = _library(lambda one: one.add_tokens(["<think>", "b c"]))
+
+    def change(one):
+        one.add_tokens(["<think>", "b c"])
+        one.decoder = tokenizers.decoders.ByteLevel()
+
+    text_json = _library(change, more=["dcba", "æĹ", "日"])  # which no merge makes
     texts = ["<think>ab", "ab c", "ab", "ab c " * 20_000, f"{'ab ' * 30_000}<think>"]
     library = by_library(text_json)
     _alike(found := HuggingFaceTokenizer(text_json), library, texts)
