@@ -120,13 +120,12 @@ def token_rows(split: InputSplit) -> Iterator[np.ndarray]:
         reader = _arrow_reader(file)
         columns = [name for name in (IDS_FIELD, MASK_FIELD) if name in reader.schema.names]
         for batch in _small_batches(reader, split, columns):
-            for ids, *mask in zip(*batch.columns, strict=True):
-                if not ids.is_valid or ids.values.null_count:
-                    raise InputError(
-                        f"{split.label}: column {IDS_FIELD!r} has nulls: drop these rows"
-                    )
-                values = ids.values.to_numpy(zero_copy_only=False)
-                yield values[mask[0].values.to_numpy(zero_copy_only=False) != 0] if mask else values
+            for row in zip(*batch.columns, strict=True):
+                if not all(one.is_valid and not one.values.null_count for one in row):
+                    names = " or ".join(map(repr, columns))
+                    raise InputError(f"{split.label}: column {names} has nulls: drop these rows")
+                ids, *mask = (one.values.to_numpy(zero_copy_only=False) for one in row)
+                yield ids[mask[0] != 0] if mask else ids
 
 
 def _small_batches(reader: Any, split: InputSplit, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -20,7 +20,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from .files import FoundFile, content_of, find_files, opened
 from .records import RecordRules
 
 WIDTHS = ("uint16", "uint32", "int32", "int64")
-"""What may follow `?dtype=`; such a file is a stream without a header, whatever its name."""
+"""What may follow `?dtype=`, for a stream without a header, whatever its name."""
 
 MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
 
@@ -72,6 +71,8 @@ def token_files(name: str) -> Iterator[tuple[FoundFile, str]]:
     name, is_given, given = name.partition("?dtype=")
     if is_given and given not in WIDTHS:
         raise InputError(f"{TOKENS}{name}: dtype must be one of {some_of(WIDTHS)}, not {given!r}")
+    if not name:  # which would be the working folder
+        raise InputError(f"{TOKENS} names no file: write {TOKENS}FILE (--tokens FILE)")
     if name.endswith(".idx"):
         name = name.removesuffix(".idx") + ".bin"
     saved = [] if _is_named(name) else _saved_files(name)
@@ -83,13 +84,14 @@ def token_files(name: str) -> Iterator[tuple[FoundFile, str]]:
                 "files of ids, or prepare text with --input"
             )
         for file in found:
-            if given or _is_named(file.url):
-                yield file, given
-            elif not file.url.endswith(".idx"):
+            if file.url.endswith(".idx"):  # part of the file beside it
+                continue
+            if not given and not _is_named(file.url):
                 raise InputError(
                     f"{file.url} is not named as a token file ({some_of(_SUFFIXES)}): write "
                     f"{TOKENS}{file.url}?dtype=uint16 if it holds ids without a header"
                 )
+            yield file, given
 
 
 def _is_named(url: str) -> bool:
@@ -109,7 +111,7 @@ def _saved_files(folder: str) -> list[str]:
         raise InputError(
             f"{where} lists no files ({error!r:.200}): save the dataset again"
         ) from error
-    if any(Path(name).name != name for name in names):
+    if not all(name.endswith(".arrow") and "/" not in name for name in names):
         raise InputError(f"{where} lists files elsewhere, {some_of(names)}: save the dataset again")
     return [f"{folder}/{name}" for name in names]
 
@@ -231,16 +233,21 @@ def _opened(url: str, size: int, given: str, tokenizer: Tokenizer | None = None)
         )
     with opened(url, size) as file:
         head = file.read(_LLM_C_BYTES)
-    if given:
-        return _headerless(url, size, given, None)
-    if url.lower().endswith(".npy"):
+    path, suffix = f"{url[:-4]}.idx", url[-4:].lower()
+    magic, version, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
+    if given and (suffix in (".npy", "rrow") or os.path.exists(path) or magic in _LLM_C):
+        raise InputError(
+            f"{url} has a header, which says how wide its ids are: leave ?dtype={given} out"
+        )
+    if suffix == ".npy":
         return _npy(url, size)
-    if os.path.exists(path := f"{url[:-4]}.idx"):
+    if os.path.exists(path):
         index = _MegatronIndex(path, size)
         return _Ids(np.memmap(url, index.dtype, "r"), index.num_documents, index.documents)
-    if len(head) == _LLM_C_BYTES and not any(head[16:]):
-        return _llm_c(url, size, *struct.unpack("<3i", head[:12]))
-    return _headerless(url, size, "", tokenizer)
+    is_header = not given and len(head) == _LLM_C_BYTES and not any(head[16:])
+    if magic in _LLM_C or is_header:
+        return _llm_c(url, size, magic, version, count)
+    return _headerless(url, size, given, tokenizer)
 
 
 def _headerless(url: str, size: int, given: str, tokenizer: Tokenizer | None) -> _Ids:
@@ -263,12 +270,14 @@ def _headerless(url: str, size: int, given: str, tokenizer: Tokenizer | None) ->
 
 def _llm_c(url: str, size: int, magic: int, version: int, count: int) -> _Ids:
     wanted, dtype = _LLM_C.get(magic, (None, "<u2"))
-    num_bytes = size - _LLM_C_BYTES
+    num_bytes = max(0, size - _LLM_C_BYTES)
     if version != wanted or count * np.dtype(dtype).itemsize != num_bytes or not count:
+        named = f", or write {TOKENS}{url}?dtype=uint16 if it has no header"
+        instead = "" if magic in _LLM_C else named
         raise InputError(
             f"{url} has a header (magic {magic}, version {version}, {count:,} ids) and {num_bytes:,} "
             "bytes of ids: llm.c writes magic 20240520, version 1 and uint16, or 20240801, 7 and "
-            f"uint32; copy it again, or write {TOKENS}{url}?dtype=uint16 if it has no header"
+            "uint32; copy it again" + instead
         )
     return _Ids(np.memmap(url, dtype, "r", _LLM_C_BYTES, (count,)))
 
@@ -324,9 +333,6 @@ class _MegatronIndex:
         self._lengths = self._array("<i4", 0, count)
         self._offsets = self._array("<i8", 4 * count, count)
         self._bounds = self._array("<i8", 12 * count, num_bounds)
-        is_whole = size % self.dtype.itemsize == 0
-        is_all = self._bounds[0] == 0 and self._bounds[-1] == count
-        self._check(is_whole and is_all, f"it has {count:,} sequences of {self.dtype}")
         self.documents(num_bounds - 2, num_bounds - 1)  # the last one ends with the file
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -337,13 +343,17 @@ class _MegatronIndex:
         """
         what = f"documents {start:,} to {stop:,} lie elsewhere"
         bounds, count = self._bounds[start : stop + 1], len(self._lengths)
+        self._check(stop <= self.num_documents, what)
         first, last = int(bounds[0]), int(bounds[-1])
         self._check(0 <= first <= last <= count and not (np.diff(bounds) < 0).any(), what)
+        self._check(last == count or stop < self.num_documents, what)
         after = self._offsets[last] if last < count else self._size
         edges = np.append(self._offsets[first:last], after)
         sizes = self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
         is_inside = 0 <= edges[0] <= edges[-1] <= self._size and (sizes >= 0).all()
+        is_inside = is_inside and edges[0] % self.dtype.itemsize == 0
         self._check(is_inside and (np.diff(edges) == sizes).all(), what)
+        self._check(start or first == edges[0] == 0, what)
         return list(pairwise((edges[bounds - first] // self.dtype.itemsize).tolist()))
 
     def _array(self, kind: str, at: int, count: int) -> np.ndarray:

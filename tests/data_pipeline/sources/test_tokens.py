@@ -181,10 +181,10 @@ def test_another_index_is_another_input_and_another_name_is_not(files, tmp_path,
         prepare(_config("megatron.bin"), tmp_path / "d")
 
 
-def _index(*, magic: bytes = b"MMIDIDX\0\0", code: int = 8, offset: int = 0, more: bytes = b""):
+def _index(*, magic=b"MMIDIDX\0\0", code=8, count=1, length=2, offset=0, bounds=(0, 1), more=b""):
     """Returns the index of one document of two ids."""
-    head = struct.pack("<9sQBQQ", magic, 1, code, 1, 2)
-    return head + struct.pack("<iqqq", 2, offset, 0, 1) + more
+    head = struct.pack("<9sQBQQ", magic, 1, code, count, len(bounds))
+    return head + struct.pack(f"<iq{len(bounds)}q", length, offset, *bounds) + more
 
 
 def _llm_c(*header: int, ids: bytes = b"abcd") -> bytes:
@@ -214,6 +214,11 @@ BAD = {
     "llm.c cut": ("a.bin", _llm_c(20240520, 1, 3), "3 ids. and 4 bytes of ids"),
     "llm.c magic": ("a.bin", _llm_c(20240521, 1, 2), "magic 20240521, version 1"),
     "llm.c version": ("a.bin", _llm_c(20240801, 1, 1), "magic 20240801, version 1"),
+    "llm.c cut in its header": ("a.bin", _llm_c(20240520, 1, 2)[:90], "2 ids. and 0 bytes of ids"),
+    "width of llm.c": ("a.bin?dtype=uint16", _llm_c(20240520, 1, 2), "leave .dtype=uint16 out"),
+    "width of npy": ("a.npy?dtype=int64", _npy([1], "int64"), "leave .dtype=int64 out"),
+    "width of arrow": ("a.arrow?dtype=int64", b"ARROW1", "leave .dtype=int64 out"),
+    "width of an index": ("a.idx?dtype=uint16", _index(), "leave .dtype=uint16 out"),
     "npy of fractions": ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
     "npy of three axes": ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
     "npy of objects": ("a.npy", _npy([{}], "object"), "no whole .npy file"),
@@ -224,7 +229,12 @@ BAD = {
     "index of fractions": ("a.idx", _index(code=7), "version 1, dtype 7, not"),
     "index cut": ("a.idx", _index()[:-1], "does not fit the 4 bytes of its .bin: it has 61 bytes"),
     "index with modes": ("a.idx", _index(more=b"\0"), "a mode per sequence: multimodal"),
+    "index of 2**63": ("a.idx", _index(count=2**63), "does not fit .* it has 62 bytes"),
     "index outside": ("a.idx", _index(offset=2), "does not fit .* documents 0 to 1 lie elsewhere"),
+    "index with a gap": ("a.idx", _index(offset=2, length=1), "documents 0 to 1 lie elsewhere"),
+    "index before": ("a.idx", _index(offset=-4, length=4), "documents 0 to 1 lie elsewhere"),
+    "index of less": ("a.idx", _index(bounds=(0, 0)), "documents 0 to 1 lie elsewhere"),
+    "index of overlaps": ("a.idx", _index(bounds=(0, 1, 0, 1)), "documents 0 to 3 lie elsewhere"),
     "index of another width": ("a.idx", _index(code=4), "documents 0 to 1 lie elsewhere"),
     "two splits": ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
     "lost file": (
@@ -237,6 +247,7 @@ BAD = {
         b'{"_data_files": [{"filename": "/b.arrow"}]}',
         "files elsewhere",
     ),
+    "folder above": ("state.json", b'{"_data_files": [{"filename": ".."}]}', "files elsewhere"),
     "list of files": ("state.json", b"[]", "lists no files"),
 }
 
@@ -245,9 +256,9 @@ BAD = {
 def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
     name, content, words = BAD[case]
     (tmp_path / "in").mkdir()
-    if name == "a.idx":
+    if name.startswith("a.idx"):
         (tmp_path / "in/a.bin").write_bytes(b"a\0b\0")
-    (tmp_path / "in" / name).write_bytes(content)
+    (tmp_path / "in" / name.partition("?")[0]).write_bytes(content)
     named = tmp_path / "in" / ("" if name.endswith("json") else name)
     with pytest.raises(InputError, match=words):
         prepare(_config(named), tmp_path / "d")
@@ -262,6 +273,7 @@ def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
         ({"input_ids": [[0.5]]}, "columns are 'input_ids' .list<item: double>"),
         ({"input_ids": [[1], None]}, "has nulls"),
         ({"input_ids": [[1, None]]}, "has nulls"),
+        ({"input_ids": [[1]], "attention_mask": [[None]]}, "has nulls"),
         ({"input_ids": [[1], [2, 257]]}, r"a.arrow.0:1., row 1: id 1 is 257"),
     ],
 )
