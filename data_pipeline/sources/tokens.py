@@ -8,7 +8,7 @@
 
 The tokenizer's end-of-document id ends a document in all of them. Each document is decoded, which gives
 it the hash, the size and the side of its text: the same text gives the same shards, whether it comes as
-text or as ids. Files are memory-mapped and checked a block at a time.
+text or as ids. Files are read and checked a block at a time.
 
 Sources: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM, dev/data/data_common.py of
 karpathy/llm.c, data/openwebtext/prepare.py of karpathy/nanoGPT. Saved datasets are Arrow files, which
@@ -17,9 +17,10 @@ pyarrow reads as it reads others; importing `datasets` takes a second and adds n
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import IO
 
 import numpy as np
 
@@ -43,7 +44,10 @@ MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
 _SUFFIXES = (".bin", ".npy", ".arrow")
 _BLOCK_IDS = 2**18
 _ALIGNED = 8  # bytes, so that a range begins with an id of any width
-_LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, ids
+_LLM_C = {  # by its magic: its version, and the type of its ids
+    struct.pack("<i", 20240520): (1, np.dtype("<u2")),
+    struct.pack("<i", 20240801): (7, np.dtype("<u4")),
+}
 _LLM_C_BYTES = 1024
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, bounds of documents
@@ -51,12 +55,57 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 @dataclass(frozen=True)
-class _Ids:
-    """Holds the memory-mapped ids of a file, in records, or in one stream."""
+class _Layout:
+    """Says where the ids of a file lie: in one stream, or in records of equal sizes."""
 
-    flat: np.ndarray  # [ids]
+    dtype: np.dtype
+    num_bytes: int  # of the ids
+    num_header_bytes: int = 0
     num_records: int = 0
-    records: Callable[[int, int], list[tuple[int, int]]] | None = None  # the ids of some
+
+    def edges(self, start: int, stop: int) -> list[int]:
+        """Returns the first id of each of records [start, stop), and the end of the last."""
+        width = self.num_bytes // self.dtype.itemsize // self.num_records
+        return [record * width for record in range(start, stop + 1)]
+
+
+@dataclass(frozen=True)
+class _MegatronLayout(_Layout):
+    """Says where the documents lie, as the index beside the file does: each is of whole sequences."""
+
+    index: str = ""
+    num_sequences: int = 0
+
+    def edges(self, start: int, stop: int) -> list[int]:
+        """Returns the first id of each of documents [start, stop), and the end of the last.
+
+        Raises:
+            InputError: their sequences do not lie one after another in the file of ids.
+        """
+        count, width = self.num_sequences, self.dtype.itemsize
+        bounds = self._numbers("<i8", 12 * count, start, stop + 1)
+        safe = np.sort(bounds.clip(0, count))
+        first, last = int(safe[0]), int(safe[-1])
+        sizes = self._numbers("<i4", 0, first, last) * np.int64(width)
+        edges = self._numbers("<i8", 4 * count, first, min(last + 1, count))
+        edges = np.append(edges, self.num_bytes) if last == count else edges
+        what = f"documents {start:,} to {stop:,} lie elsewhere"
+        if not (
+            np.array_equal(bounds, safe)
+            and (sizes >= 0).all()
+            and np.array_equal(np.diff(edges), sizes)
+            and edges[0] >= 0
+            and edges[-1] <= self.num_bytes
+            and (start > 0 or edges[0] == first == 0)
+            and (stop < self.num_records or last == count)
+        ):
+            raise _misfit(self.index, self.num_bytes, what)
+        return (edges[bounds - first] // width).tolist()
+
+    def _numbers(self, kind: str, at: int, start: int, stop: int) -> np.ndarray:
+        """Reads numbers [start, stop) of the array that begins `at` bytes behind the header."""
+        place = _MEGATRON_HEAD.size + at + start * np.dtype(kind).itemsize
+        return np.fromfile(self.index, kind, stop - start, offset=place)
 
 
 # ---- files
@@ -127,15 +176,15 @@ def token_ranges(url: str, size: int, split_bytes: int, *, given: str = "") -> I
     if _is_saved(url, given):
         yield from token_row_ranges(url, size, split_bytes)
         return
-    ids = _opened(url, size, given)
-    if ids.records is None:
+    layout = _layout(url, size, given)
+    if not layout.num_records:
         step = max(_ALIGNED, split_bytes // _ALIGNED * _ALIGNED)
-        yield from byte_ranges(url, ids.flat.nbytes, step)
+        yield from byte_ranges(url, layout.num_bytes, step)
         return
-    parts = min(ids.num_records, -(-ids.flat.nbytes // split_bytes))
-    bounds = [ids.num_records * part // parts for part in range(parts + 1)]
+    parts = min(layout.num_records, -(-layout.num_bytes // split_bytes))
+    bounds = [layout.num_records * part // parts for part in range(parts + 1)]
     for start, stop in pairwise(bounds):
-        yield SplitRange(start, stop, ids.flat.nbytes // parts)
+        yield SplitRange(start, stop, layout.num_bytes // parts)
 
 
 def read_token_file(
@@ -153,31 +202,51 @@ def read_token_file(
         yield Document(tokenizer.decode(tokens), split.file_name, row, tokens=tokens)
 
 
-def _documents(split: InputSplit, tokenizer: Tokenizer, given: str) -> Iterator[np.ndarray]:
-    if _is_saved(split.url, given):
-        for row, values in enumerate(token_rows(split)):
-            yield from _cut(values, 0, len(values), tokenizer, f"{split.label}, row {row:,}")
-        return
-    ids = _opened(split.url, split.size, given, tokenizer)
-    if ids.records is None:
-        yield from _of_stream(ids.flat, split, tokenizer)
-        return
-    for first, last in ids.records(split.start, split.stop):
-        yield from _cut(ids.flat, first, last, tokenizer, split.url)
-
-
 def _is_saved(url: str, given: str) -> bool:
     return not given and url.lower().endswith(".arrow")
 
 
-def _of_stream(flat: np.ndarray, split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+# ---- documents
+
+
+def _documents(split: InputSplit, tokenizer: Tokenizer, given: str) -> Iterator[np.ndarray]:
+    if _is_saved(split.url, given):
+        for row, ids in enumerate(token_rows(split)):
+            yield from _cut([ids], tokenizer, f"{split.label}, row {row:,}")
+        return
+    layout = _layout(split.url, split.size, given, tokenizer)
+    with opened(split.url, split.size) as file:
+
+        def documents(first: int, last: int) -> Iterator[np.ndarray]:
+            return _cut(_blocks(file, layout, first, last), tokenizer, split.url, first)
+
+        if not layout.num_records:
+            yield from _of_stream(split, layout, documents)
+        else:
+            for first, last in pairwise(layout.edges(split.start, split.stop)):
+                yield from documents(first, last)
+
+
+def _blocks(file: IO[bytes], layout: _Layout, first: int, last: int) -> Iterator[np.ndarray]:
+    """Yields ids [first, last) of a file, some at a time."""
+    width = layout.dtype.itemsize
+    file.seek(layout.num_header_bytes + first * width)
+    for start in range(first, last, _BLOCK_IDS):
+        data = file.read(min(_BLOCK_IDS, last - start) * width)
+        yield np.frombuffer(data, layout.dtype)
+
+
+def _of_stream(
+    split: InputSplit, layout: _Layout, documents: Callable[[int, int], Iterator[np.ndarray]]
+) -> Iterator[np.ndarray]:
     """Yields the documents that begin in a byte range of a stream.
 
     Some programs write the end of a document in front of each; none lies before the first.
     """
-    first, last = split.start // flat.itemsize, -(-split.stop // flat.itemsize)
+    width = layout.dtype.itemsize
+    first, last = split.start // width, -(-split.stop // width)
     place = max(0, first - 1)  # a document that begins at `first` follows an end
-    for document in _cut(flat, place, len(flat), tokenizer, split.url):
+    for document in documents(place, layout.num_bytes // width):
         if place >= last:
             return
         if place >= first and (place or len(document)):
@@ -186,15 +255,15 @@ def _of_stream(flat: np.ndarray, split: InputSplit, tokenizer: Tokenizer) -> Ite
 
 
 def _cut(
-    flat: np.ndarray, first: int, last: int, tokenizer: Tokenizer, where: str
+    blocks: Iterable[np.ndarray], tokenizer: Tokenizer, where: str, start: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yields ids [first, last), cut at each end of a document, which is left out."""
+    """Yields the documents in ids from number `start` on, without the ends that cut them apart."""
     end, size = tokenizer.end_of_document_id, 0
     pending: list[np.ndarray] = []
-    for start in range(first, last, _BLOCK_IDS):
-        block = flat[start : min(last, start + _BLOCK_IDS)]
-        _check(block, start, tokenizer.vocab_size, where)
-        block = block.astype(token_dtype(tokenizer.vocab_size))
+    for found in blocks:
+        _check(found, start, tokenizer.vocab_size, where)
+        start += len(found)
+        block = found.astype(token_dtype(tokenizer.vocab_size))
         *whole, rest = np.split(block, np.flatnonzero(block == end) + 1)
         for piece in whole:
             yield np.concatenate([*pending, piece[:-1]])
@@ -222,67 +291,61 @@ def _check(ids: np.ndarray, start: int, vocab_size: int, where: str) -> None:
         )
 
 
-# ---- formats
+# ---- layouts
 
 
-def _opened(url: str, size: int, given: str, tokenizer: Tokenizer | None = None) -> _Ids:
-    """Maps the ids of a file, by its name and its first bytes; without a tokenizer, to plan it."""
+def _layout(url: str, size: int, given: str, tokenizer: Tokenizer | None = None) -> _Layout:
+    """Finds a file's ids by its name and its first bytes; without a tokenizer, to plan it."""
     if "://" in url:
-        raise InputError(
-            f"{url} cannot be mapped into memory: download it, and name the local file"
-        )
+        raise InputError(f"{url} is not on this machine: download it, and name the local file")
     with opened(url, size) as file:
         head = file.read(_LLM_C_BYTES)
-    path, suffix = f"{url[:-4]}.idx", url[-4:].lower()
-    magic, version, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
-    if given and (suffix in (".npy", "rrow") or os.path.exists(path) or magic in _LLM_C):
+    is_array, index = url.lower().endswith((".npy", ".arrow")), f"{url[:-4]}.idx"
+    if given and (is_array or os.path.exists(index) or head[:4] in _LLM_C):
         raise InputError(
             f"{url} has a header, which says how wide its ids are: leave ?dtype={given} out"
         )
-    if suffix == ".npy":
+    if is_array:
         return _npy(url, size)
-    if os.path.exists(path):
-        index = _MegatronIndex(path, size)
-        return _Ids(np.memmap(url, index.dtype, "r"), index.num_documents, index.documents)
-    is_header = not given and len(head) == _LLM_C_BYTES and not any(head[16:])
-    if magic in _LLM_C or is_header:
-        return _llm_c(url, size, magic, version, count)
-    return _headerless(url, size, given, tokenizer)
+    if os.path.exists(index):
+        return _megatron(index, size)
+    if head[:4] in _LLM_C:
+        return _llm_c(url, size, head)
+    return _headerless(url, size, head, given, tokenizer)
 
 
-def _headerless(url: str, size: int, given: str, tokenizer: Tokenizer | None) -> _Ids:
-    """Maps ids of the given width, or of that which the vocabulary needs."""
+def _headerless(
+    url: str, size: int, head: bytes, given: str, tokenizer: Tokenizer | None
+) -> _Layout:
+    """Takes ids of the given width, or of that which the vocabulary needs."""
     width = token_dtype(tokenizer.vocab_size if tokenizer else 1)
     dtype = np.dtype(given or width).newbyteorder("<")
-    why = f"{size:,} bytes are no whole number of them" if size % dtype.itemsize else ""
-    if not why:
-        flat = np.memmap(url, dtype, "r")
-        head = flat[:_BLOCK_IDS]
-        is_wider = len(head) > 3 and head.any() and not head[1::2].any()
-        if given or tokenizer is None or not is_wider:
-            return _Ids(flat)
-        why = "every second one is 0"
-    raise InputError(
-        f"{url} would hold ids of {dtype.itemsize} bytes, but {why}: copy it again, or name their "
-        f"width, {TOKENS}{url}?dtype=TYPE ({some_of(WIDTHS)})"
-    )
-
-
-def _llm_c(url: str, size: int, magic: int, version: int, count: int) -> _Ids:
-    wanted, dtype = _LLM_C.get(magic, (None, "<u2"))
-    num_bytes = max(0, size - _LLM_C_BYTES)
-    if version != wanted or count * np.dtype(dtype).itemsize != num_bytes or not count:
-        named = f", or write {TOKENS}{url}?dtype=uint16 if it has no header"
-        instead = "" if magic in _LLM_C else named
+    ids = np.frombuffer(head[: len(head) // 8 * 8], dtype)
+    seems_wider = len(ids) > 3 and ids.any() and not ids[1::2].any()
+    is_wider = seems_wider and tokenizer is not None and not given
+    if is_wider or size % dtype.itemsize:
+        why = f"{size:,} bytes are no whole number of them"
         raise InputError(
-            f"{url} has a header (magic {magic}, version {version}, {count:,} ids) and {num_bytes:,} "
-            "bytes of ids: llm.c writes magic 20240520, version 1 and uint16, or 20240801, 7 and "
-            "uint32; copy it again" + instead
+            f"{url} would hold ids of {dtype.itemsize} bytes, but "
+            f"{'every second one is 0' if is_wider else why}: copy it again, or name their width, "
+            f"{TOKENS}{url}?dtype=TYPE ({some_of(WIDTHS)})"
         )
-    return _Ids(np.memmap(url, dtype, "r", _LLM_C_BYTES, (count,)))
+    return _Layout(dtype, size)
 
 
-def _npy(url: str, size: int) -> _Ids:
+def _llm_c(url: str, size: int, head: bytes) -> _Layout:
+    wanted, dtype = _LLM_C[head[:4]]
+    version, count = struct.unpack("<2i", head[4:12].ljust(8, b"\0"))
+    num_bytes = max(0, size - _LLM_C_BYTES)
+    if version != wanted or count * dtype.itemsize != num_bytes:
+        raise InputError(
+            f"{url} has llm.c's header (version {version}, {count:,} ids of {dtype}) and {num_bytes:,} "
+            f"bytes of ids: it must be version {wanted} and whole; copy it again"
+        )
+    return _Layout(dtype, num_bytes, _LLM_C_BYTES)
+
+
+def _npy(url: str, size: int) -> _Layout:
     try:
         array = np.lib.format.open_memmap(url, mode="r")
     except Exception as error:  # whatever a stranger's header makes NumPy raise
@@ -295,73 +358,27 @@ def _npy(url: str, size: int) -> _Ids:
             f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers "
             "in C order, with one axis (a stream) or two (rows)"
         )
-    if array.ndim == 1:
-        return _Ids(array)
-    num_rows, width = array.shape
-
-    def rows(start: int, stop: int) -> list[tuple[int, int]]:
-        return [(row * width, (row + 1) * width) for row in range(start, stop)]
-
-    return _Ids(array.reshape(-1), num_rows, rows)
+    return _Layout(array.dtype, array.nbytes, array.offset, len(array) if array.ndim == 2 else 0)
 
 
-class _MegatronIndex:
-    """Maps the index beside a file of ids: its sequences, and the documents that they are part of."""
+def _megatron(index: str, size: int) -> _Layout:
+    with opened(index) as file:
+        head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b"\0")
+        num_bytes = file.seek(0, 2)
+    magic, version, code, count, num_bounds = _MEGATRON_HEAD.unpack(head)
+    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
+        raise InputError(
+            f"{index} begins with {magic!r}, version {version}, dtype {code}, not {_MEGATRON!r}, 1 and "
+            f"a dtype of whole numbers ({some_of(_MEGATRON_DTYPES)}): write it again with "
+            "Megatron-LM, or remove it to read its .bin as a stream"
+        )
+    if num_bytes != _MEGATRON_HEAD.size + 12 * count + 8 * num_bounds or num_bounds < 2:
+        raise _misfit(index, size, f"it has {num_bytes:,} bytes")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    return _MegatronLayout(dtype, size, 0, num_bounds - 1, index, count)
 
-    def __init__(self, path: str, size: int):
-        """Opens an index; `size` is that of the file of ids.
 
-        Raises:
-            InputError: it is another index, or does not fit the file of ids.
-        """
-        self._path, self._size = path, size
-        with opened(path) as file:
-            head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b"\0")
-            num_bytes = file.seek(0, 2)
-        magic, version, code, count, num_bounds = _MEGATRON_HEAD.unpack(head)
-        if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
-            raise InputError(
-                f"{path} begins with {magic!r}, version {version}, dtype {code}, not {_MEGATRON!r}, 1 "
-                f"and a dtype of whole numbers ({some_of(_MEGATRON_DTYPES)}): write it again with "
-                "Megatron-LM, or remove it to read its .bin as a stream"
-            )
-        excess = num_bytes - _MEGATRON_HEAD.size - 12 * count - 8 * num_bounds
-        if excess == count > 0:
-            raise InputError(f"{path} has a mode per sequence: multimodal data is not read")
-        self._check(not excess and count > 0 and num_bounds > 1, f"it has {num_bytes:,} bytes")
-        self.dtype, self.num_documents = np.dtype(_MEGATRON_DTYPES[code]), num_bounds - 1
-        self._lengths = self._array("<i4", 0, count)
-        self._offsets = self._array("<i8", 4 * count, count)
-        self._bounds = self._array("<i8", 12 * count, num_bounds)
-        self.documents(num_bounds - 2, num_bounds - 1)  # the last one ends with the file
-
-    def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns the ids of documents [start, stop), the first one and that after the last.
-
-        Raises:
-            InputError: their sequences do not lie one after another in the file of ids.
-        """
-        what = f"documents {start:,} to {stop:,} lie elsewhere"
-        bounds, count = self._bounds[start : stop + 1], len(self._lengths)
-        self._check(stop <= self.num_documents, what)
-        first, last = int(bounds[0]), int(bounds[-1])
-        self._check(0 <= first <= last <= count and not (np.diff(bounds) < 0).any(), what)
-        self._check(last == count or stop < self.num_documents, what)
-        after = self._offsets[last] if last < count else self._size
-        edges = np.append(self._offsets[first:last], after)
-        sizes = self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
-        is_inside = 0 <= edges[0] <= edges[-1] <= self._size and (sizes >= 0).all()
-        is_inside = is_inside and edges[0] % self.dtype.itemsize == 0
-        self._check(is_inside and (np.diff(edges) == sizes).all(), what)
-        self._check(start or first == edges[0] == 0, what)
-        return list(pairwise((edges[bounds - first] // self.dtype.itemsize).tolist()))
-
-    def _array(self, kind: str, at: int, count: int) -> np.ndarray:
-        return np.memmap(self._path, kind, "r", _MEGATRON_HEAD.size + at, (count,))
-
-    def _check(self, fits: object, otherwise: str) -> None:
-        if not fits:
-            raise InputError(
-                f"{self._path} does not fit the {self._size:,} bytes of its .bin: {otherwise}; copy "
-                "both files again"
-            )
+def _misfit(index: str, size: int, why: str) -> InputError:
+    return InputError(
+        f"{index} does not fit the {size:,} bytes of its .bin: {why}; copy both files again"
+    )
