@@ -36,9 +36,6 @@ from .documents import Document, InputSplit, SplitRange, byte_ranges
 from .files import FoundFile, content_of, find_files, opened
 from .records import RecordRules
 
-WIDTHS = ("uint16", "uint32", "int32", "int64")
-"""What may follow `?dtype=`, for a stream without a header, whatever its name."""
-
 MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
 
 _SUFFIXES = (".bin", ".npy", ".arrow")
@@ -111,15 +108,12 @@ class _MegatronLayout(_Layout):
 # ---- files
 
 
-def token_files(name: str) -> Iterator[tuple[FoundFile, str]]:
-    """Yields the files of a name after `tokens:`, each with the width that `?dtype=` gives.
+def token_files(name: str) -> Iterator[FoundFile]:
+    """Yields the files of a name after `tokens:`.
 
     Raises:
         InputError: there is none, or its name does not say what it is.
     """
-    name, is_given, given = name.partition("?dtype=")
-    if is_given and given not in WIDTHS:
-        raise InputError(f"{TOKENS}{name}: dtype must be one of {some_of(WIDTHS)}, not {given!r}")
     if not name:  # which would be the working folder
         raise InputError(f"{TOKENS} names no file: write {TOKENS}FILE (--tokens FILE)")
     if name.endswith(".idx"):
@@ -133,14 +127,13 @@ def token_files(name: str) -> Iterator[tuple[FoundFile, str]]:
                 "files of ids, or prepare text with --input"
             )
         for file in found:
-            if file.url.endswith(".idx"):  # part of the file beside it
-                continue
-            if not given and not _is_named(file.url):
+            if _is_named(file.url):
+                yield file
+            elif not file.url.endswith(".idx"):  # which belongs to the file beside it
                 raise InputError(
-                    f"{file.url} is not named as a token file ({some_of(_SUFFIXES)}): write "
-                    f"{TOKENS}{file.url}?dtype=uint16 if it holds ids without a header"
+                    f"{file.url} is not named as a token file ({some_of(_SUFFIXES)}): rename it, or "
+                    "prepare its text with --input"
                 )
-            yield file, given
 
 
 def _is_named(url: str) -> bool:
@@ -165,7 +158,7 @@ def _saved_files(folder: str) -> list[str]:
     return [f"{folder}/{name}" for name in names]
 
 
-def token_ranges(url: str, size: int, split_bytes: int, *, given: str = "") -> Iterator[SplitRange]:
+def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     """Yields the ranges of a token file: of bytes (a stream), records, or Arrow's batches.
 
     Raises:
@@ -173,10 +166,10 @@ def token_ranges(url: str, size: int, split_bytes: int, *, given: str = "") -> I
     """
     if not size:
         raise InputError(f"{url} is empty: leave it out, or write its ids again")
-    if _is_saved(url, given):
+    if _is_arrow(url):
         yield from token_row_ranges(url, size, split_bytes)
         return
-    layout = _layout(url, size, given)
+    layout = _layout(url, size)
     if not layout.num_records:
         step = max(_ALIGNED, split_bytes // _ALIGNED * _ALIGNED)
         yield from byte_ranges(url, layout.num_bytes, step)
@@ -187,9 +180,7 @@ def token_ranges(url: str, size: int, split_bytes: int, *, given: str = "") -> I
         yield SplitRange(start, stop, layout.num_bytes // parts)
 
 
-def read_token_file(
-    split: InputSplit, rules: RecordRules, *, given: str = ""
-) -> Iterator[Document]:
+def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     """Reads the documents of a split: their ids, and the text that these decode to.
 
     Raises:
@@ -198,23 +189,23 @@ def read_token_file(
     tokenizer = rules.tokenizer
     if tokenizer is None:
         raise InputError(f"{split.url} holds ids, not text: only `moebius prepare` reads them")
-    for row, tokens in enumerate(_documents(split, tokenizer, given)):
+    for row, tokens in enumerate(_documents(split, tokenizer)):
         yield Document(tokenizer.decode(tokens), split.file_name, row, tokens=tokens)
 
 
-def _is_saved(url: str, given: str) -> bool:
-    return not given and url.lower().endswith(".arrow")
+def _is_arrow(url: str) -> bool:
+    return url.lower().endswith(".arrow")
 
 
 # ---- documents
 
 
-def _documents(split: InputSplit, tokenizer: Tokenizer, given: str) -> Iterator[np.ndarray]:
-    if _is_saved(split.url, given):
+def _documents(split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    if _is_arrow(split.url):
         for row, ids in enumerate(token_rows(split)):
             yield from _cut([ids], tokenizer, f"{split.label}, row {row:,}")
         return
-    layout = _layout(split.url, split.size, given, tokenizer)
+    layout = _layout(split.url, split.size, tokenizer)
     with opened(split.url, split.size) as file:
 
         def documents(first: int, last: int) -> Iterator[np.ndarray]:
@@ -286,49 +277,35 @@ def _check(ids: np.ndarray, start: int, vocab_size: int, where: str) -> None:
         index = int(np.argmax(wrong))
         raise InputError(
             f"{where}: id {start + index:,} is {ids[index]}, but the tokenizer has the ids 0 to "
-            f"{vocab_size - 1}: name the tokenizer that made the file (--tokenizer), or the width "
-            f"of a file without a header ({TOKENS}FILE?dtype=TYPE: {some_of(WIDTHS)})"
+            f"{vocab_size - 1}: name the tokenizer that made the file (--tokenizer), or save ids of "
+            "another width as .npy"
         )
 
 
 # ---- layouts
 
 
-def _layout(url: str, size: int, given: str, tokenizer: Tokenizer | None = None) -> _Layout:
+def _layout(url: str, size: int, tokenizer: Tokenizer | None = None) -> _Layout:
     """Finds a file's ids by its name and its first bytes; without a tokenizer, to plan it."""
     if "://" in url:
         raise InputError(f"{url} is not on this machine: download it, and name the local file")
     with opened(url, size) as file:
         head = file.read(_LLM_C_BYTES)
-    is_array, index = url.lower().endswith((".npy", ".arrow")), f"{url[:-4]}.idx"
-    if given and (is_array or os.path.exists(index) or head[:4] in _LLM_C):
-        raise InputError(
-            f"{url} has a header, which says how wide its ids are: leave ?dtype={given} out"
-        )
-    if is_array:
+    if url.lower().endswith(".npy"):
         return _npy(url, size)
-    if os.path.exists(index):
+    if os.path.exists(index := f"{url[:-4]}.idx"):
         return _megatron(index, size)
     if head[:4] in _LLM_C:
         return _llm_c(url, size, head)
-    return _headerless(url, size, head, given, tokenizer)
-
-
-def _headerless(
-    url: str, size: int, head: bytes, given: str, tokenizer: Tokenizer | None
-) -> _Layout:
-    """Takes ids of the given width, or of that which the vocabulary needs."""
-    width = token_dtype(tokenizer.vocab_size if tokenizer else 1)
-    dtype = np.dtype(given or width).newbyteorder("<")
+    dtype = token_dtype(tokenizer.vocab_size if tokenizer else 1).newbyteorder("<")
     ids = np.frombuffer(head[: len(head) // 8 * 8], dtype)
-    seems_wider = len(ids) > 3 and ids.any() and not ids[1::2].any()
-    is_wider = seems_wider and tokenizer is not None and not given
+    is_wider = tokenizer is not None and len(ids) > 3 and ids.any() and not ids[1::2].any()
     if is_wider or size % dtype.itemsize:
         why = f"{size:,} bytes are no whole number of them"
         raise InputError(
             f"{url} would hold ids of {dtype.itemsize} bytes, but "
-            f"{'every second one is 0' if is_wider else why}: copy it again, or name their width, "
-            f"{TOKENS}{url}?dtype=TYPE ({some_of(WIDTHS)})"
+            f"{'every second one is 0' if is_wider else why}: copy it again, or save ids of another "
+            'width with their type: numpy.save("FILE.npy", numpy.fromfile("FILE", "uint32"))'
         )
     return _Layout(dtype, size)
 

@@ -52,7 +52,6 @@ def files(tmp_path) -> Path:
     folder = Path(shutil.copytree(RECORDED, tmp_path / "files"))
     np.save(folder / "stream.npy", STREAM)
     np.save(folder / "stream32.npy", STREAM.astype(">i4"))
-    STREAM.astype(np.uint32).tofile(folder / "wide.bin")
     return folder
 
 
@@ -60,7 +59,7 @@ def files(tmp_path) -> Path:
     "name",
     [
         *("megatron.bin", "megatron32.idx", "llm_c.bin", "llm_c_llama.bin", "nanogpt.bin"),
-        *("dataset", "stream.npy", "stream32.npy", "wide.bin?dtype=uint32"),
+        *("dataset", "stream.npy", "stream32.npy"),
     ],
 )
 def test_recorded_files_give_the_rows_of_their_text(files, tmp_path, name):
@@ -202,22 +201,18 @@ BAD = {
     "odd": (
         "a.bin",
         b"abc",
-        "3 bytes are no whole number of them: copy it again, or name their width",
+        "3 bytes are no whole number of them: copy it again, or save",
     ),
     "uint32 as uint16": (
         "a.bin",
         STREAM.astype("<u4").tobytes(),
-        "every second one is 0: .*dtype=TYPE",
+        "every second one is 0: .*numpy.save",
     ),
     "beyond": ("a.bin", b"\1\0\1\1", "a.bin: id 1 is 257, but the tokenizer has the ids 0 to 256"),
     "negative": ("a.npy", _npy([[1, 2], [3, -100]], "int64"), "a.npy: id 3 is -100, but"),
     "llm.c cut": ("a.bin", _llm_c(20240520, 1, 3), "3 ids of uint16. and 4 bytes"),
     "llm.c version": ("a.bin", _llm_c(20240801, 1, 1), "1, 1 ids of uint32.* must be version 7"),
     "llm.c cut in its header": ("a.bin", _llm_c(20240520, 1, 2)[:90], "2 ids of uint16. and 0"),
-    "width of llm.c": ("a.bin?dtype=uint16", _llm_c(20240520, 1, 2), "leave .dtype=uint16 out"),
-    "width of npy": ("a.npy?dtype=int64", _npy([1], "int64"), "leave .dtype=int64 out"),
-    "width of arrow": ("a.arrow?dtype=int64", b"ARROW1", "leave .dtype=int64 out"),
-    "width of an index": ("a.idx?dtype=uint16", _index(), "leave .dtype=uint16 out"),
     "npy of fractions": ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
     "npy of three axes": ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
     "npy of objects": ("a.npy", _npy([{}], "object"), "no whole .npy file"),
@@ -255,9 +250,9 @@ BAD = {
 def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
     name, content, words = BAD[case]
     (tmp_path / "in").mkdir()
-    if name.startswith("a.idx"):
+    if name == "a.idx":
         (tmp_path / "in/a.bin").write_bytes(b"a\0b\0")
-    (tmp_path / "in" / name.partition("?")[0]).write_bytes(content)
+    (tmp_path / "in" / name).write_bytes(content)
     named = tmp_path / "in" / ("" if name.endswith("json") else name)
     with pytest.raises(InputError, match=words):
         prepare(_config(named), tmp_path / "d")
