@@ -32,9 +32,7 @@ _BYTES = {
     pa.string_view(): pa.binary_view(),
 }
 _TEXTS = {*_BYTES, *_BYTES.values()}
-IDS_FIELD, MASK_FIELD = "input_ids", "attention_mask"
-"""The columns of a tokenised dataset, as transformers' tokenizers name them."""
-
+_IDS, _MASK = "input_ids", "attention_mask"  # as transformers' tokenizers name them
 _ROWS = 64  # per batch: enough for full speed, few enough for long documents
 
 
@@ -95,30 +93,22 @@ def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
         yield from _documents(_small_batches(reader, split, columns), split, rules)
 
 
-def token_row_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields ranges as `record_batch_ranges`, of a file that has ids.
+def token_rows(split: InputSplit) -> Iterator[np.ndarray]:
+    """Yields the ids of each row, without what its `attention_mask` leaves out as padding.
 
     Raises:
-        InputError: it has no column `input_ids` of lists of whole numbers.
+        InputError: there is no column `input_ids` of lists of whole numbers, or it has nulls.
     """
-    with opened(url) as file, _columnar_errors(url, "Arrow"):
-        schema = _arrow_reader(file).schema
-    kinds = {field.name: field.type for field in schema}
-    kind = kinds.get(IDS_FIELD)
-    if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
-        columns = some_of(f"{name!r} ({kind!s:.80})" for name, kind in kinds.items())
-        raise InputError(
-            f"{url}: no column {IDS_FIELD!r} with lists of whole numbers; its columns are {columns}: "
-            f"save dataset.rename_column(NAME, {IDS_FIELD!r}), or read its text with --input"
-        )
-    yield from record_batch_ranges(url, size, split_bytes)
-
-
-def token_rows(split: InputSplit) -> Iterator[np.ndarray]:
-    """Yields the ids of each row, without what its `attention_mask` leaves out as padding."""
     with opened(split.url, split.size) as file, _columnar_errors(split.url, "Arrow"):
         reader = _arrow_reader(file)
-        columns = [name for name in (IDS_FIELD, MASK_FIELD) if name in reader.schema.names]
+        kinds = {field.name: field.type for field in reader.schema}
+        if not pa.types.is_integer(getattr(kinds.get(_IDS), "value_type", pa.null())):
+            there = some_of(f"{name!r} ({kind!s:.80})" for name, kind in kinds.items())
+            raise InputError(
+                f"{split.url}: no column {_IDS!r} with lists of whole numbers; its columns are {there}: "
+                f"save dataset.rename_column(NAME, {_IDS!r}), or read its text with --input"
+            )
+        columns = [name for name in (_IDS, _MASK) if name in kinds]
         for batch in _small_batches(reader, split, columns):
             for row in zip(*batch.columns, strict=True):
                 if not all(one.is_valid and not one.values.null_count for one in row):

@@ -31,7 +31,7 @@ from ..prepare_config import TOKENS
 from ..read.token_store import token_dtype
 from ..tokenizers.interface import Tokenizer
 from ..words import some_of
-from .columns import token_row_ranges, token_rows
+from .columns import record_batch_ranges, token_rows
 from .documents import Document, InputSplit, SplitRange, byte_ranges
 from .files import FoundFile, content_of, find_files, opened
 from .records import RecordRules
@@ -167,7 +167,7 @@ def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     if not size:
         raise InputError(f"{url} is empty: leave it out, or write its ids again")
     if _is_arrow(url):
-        yield from token_row_ranges(url, size, split_bytes)
+        yield from record_batch_ranges(url, size, split_bytes)
         return
     layout = _layout(url, size)
     if not layout.num_records:
