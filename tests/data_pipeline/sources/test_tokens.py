@@ -28,8 +28,7 @@ from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 RECORDED = Path(__file__).parents[2] / "recorded/tokens"
 TEXTS = (RECORDED / "texts.txt").read_text().split("\n")[:-1]
-IDS = [[*text.encode(), 256] for text in TEXTS]
-STREAM = np.concatenate(IDS)
+STREAM = np.concatenate([[*text.encode(), 256] for text in TEXTS])
 
 
 def _config(*names: object, **options) -> PrepareConfig:
@@ -120,14 +119,9 @@ def test_a_mixture_of_ids_and_text_of_bpe_is_that_of_text(prepared, corpus, tmp_
 
 
 def test_a_preparation_that_is_stopped_anywhere_goes_on_to_the_same_bytes(files, tmp_path):
-    text = write_jsonl(tmp_path / "text.jsonl", sentences(1, 6))
-    ids = [number for one in sentences(3, 4) for number in (*one.encode(), 256)]
-    np.array(ids, np.uint16).tofile(tmp_path / "b.bin")
+    text = str(write_jsonl(tmp_path / "text.jsonl", sentences(1, 6)))
     config = PrepareConfig(
-        sources=(
-            SourceConfig(name="a", input=(f"tokens:{files}/megatron.bin",)),
-            SourceConfig(name="b", input=(f"tokens:{tmp_path}/b.bin", str(text))),
-        ),
+        input=(f"tokens:{files}/megatron.bin", text),
         tokenizer="bytes",
         split_bytes=300,
         segment_tokens=300,
@@ -186,8 +180,8 @@ def _index(*, magic=b"MMIDIDX\0\0", code=8, count=1, length=2, offset=0, bounds=
     return head + struct.pack(f"<iq{len(bounds)}q", length, offset, *bounds) + more
 
 
-def _llm_c(*header: int, ids: bytes = b"abcd") -> bytes:
-    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + ids
+def _llm_c(*header: int) -> bytes:
+    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + b"abcd"
 
 
 def _npy(values: object, dtype: str) -> bytes:
@@ -196,59 +190,60 @@ def _npy(values: object, dtype: str) -> bytes:
     return file.getvalue()
 
 
-BAD = {
-    "empty": ("a.bin", b"", "a.bin is empty"),
-    "odd": (
-        "a.bin",
-        b"abc",
-        "3 bytes are no whole number of them: copy it again, or save",
-    ),
-    "uint32 as uint16": (
-        "a.bin",
-        STREAM.astype("<u4").tobytes(),
-        "every second one is 0: .*numpy.save",
-    ),
-    "beyond": ("a.bin", b"\1\0\1\1", "a.bin: id 1 is 257, but the tokenizer has the ids 0 to 256"),
-    "negative": ("a.npy", _npy([[1, 2], [3, -100]], "int64"), "a.npy: id 3 is -100, but"),
-    "llm.c cut": ("a.bin", _llm_c(20240520, 1, 3), "3 ids of uint16. and 4 bytes"),
-    "llm.c version": ("a.bin", _llm_c(20240801, 1, 1), "1, 1 ids of uint32.* must be version 7"),
-    "llm.c cut in its header": ("a.bin", _llm_c(20240520, 1, 2)[:90], "2 ids of uint16. and 0"),
-    "npy of fractions": ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
-    "npy of three axes": ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
-    "npy of objects": ("a.npy", _npy([{}], "object"), "no whole .npy file"),
-    "npy cut": ("a.npy", _npy([1, 2], "int64")[:-1], "no whole .npy file"),
-    "npy too long": ("a.npy", _npy([1, 2], "int64") + b"a", "has 145 bytes for int64 of shape"),
-    "npy without ids": ("a.npy", _npy([], "int64"), r"for int64 of shape .0,."),
-    "index magic": ("a.idx", _index(magic=b"TNTIDX\0\0"), "begins with b'TNTIDX"),
-    "index of fractions": ("a.idx", _index(code=7), "version 1, dtype 7, not"),
-    "index cut": ("a.idx", _index()[:-1], "does not fit the 4 bytes of its .bin: it has 61 bytes"),
-    "index with modes": ("a.idx", _index(more=b"\0"), "it has 63 bytes"),
-    "index of 2**63": ("a.idx", _index(count=2**63), "does not fit .* it has 62 bytes"),
-    "index outside": ("a.idx", _index(offset=2), "does not fit .* documents 0 to 1 lie elsewhere"),
-    "index with a gap": ("a.idx", _index(offset=2, length=1), "documents 0 to 1 lie elsewhere"),
-    "index before": ("a.idx", _index(offset=-4, length=4), "documents 0 to 1 lie elsewhere"),
-    "index of less": ("a.idx", _index(bounds=(0, 0)), "documents 0 to 1 lie elsewhere"),
-    "index of overlaps": ("a.idx", _index(bounds=(0, 1, 0, 1)), "documents 0 to 3 lie elsewhere"),
-    "index of another width": ("a.idx", _index(code=4), "documents 0 to 1 lie elsewhere"),
-    "two splits": ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
-    "lost file": (
-        "state.json",
-        b'{"_data_files": [{"filename": "b.arrow"}]}',
-        "b.arrow. does not exist",
-    ),
-    "files elsewhere": (
-        "state.json",
-        b'{"_data_files": [{"filename": "/b.arrow"}]}',
-        "files elsewhere",
-    ),
-    "folder above": ("state.json", b'{"_data_files": [{"filename": ".."}]}', "files elsewhere"),
-    "list of files": ("state.json", b"[]", "lists no files"),
-}
+def _arrow(**columns: object) -> bytes:
+    file, table = io.BytesIO(), pa.table(columns)
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
-    name, content, words = BAD[case]
+def _saved(name: str) -> bytes:
+    return b'{"_data_files": [{"filename": "%b"}]}' % name.encode()
+
+
+BAD = [
+    ("a.bin", b"", "a.bin is empty"),
+    ("a.bin", STREAM.astype("<u4").tobytes(), "every second one is 0: .*numpy.save"),
+    ("a.bin", b"\1\0\1\1", "a.bin: id 1 is 257, but the tokenizer has the ids 0 to 256"),
+    ("a.npy", _npy([[1, 2], [3, -100]], "int64"), "a.npy: id 3 is -100, but"),
+    ("a.npy", _npy([2**64 - 1], "uint64"), "a.npy: id 0 is 18446744073709551615, but"),
+    ("a.bin", _llm_c(20240520, 1, 3), "version 1, 3 ids of uint16. and 4 bytes"),
+    ("a.bin", _llm_c(20240801, 1, 1), "version 1, 1 ids of uint32.* must be version 7"),
+    ("a.bin", _llm_c(20240520, 1, 2)[:90], "2 ids of uint16. and 0 bytes"),
+    ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
+    ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
+    ("a.npy", _npy([{}], "object"), "no whole .npy file"),
+    ("a.npy", _npy([1, 2], "int64")[:-1], "no whole .npy file"),
+    ("a.npy", _npy([1, 2], "int64") + b"a", "has 145 bytes for int64 of shape"),
+    ("a.npy", _npy([], "int64"), r"for int64 of shape .0,."),
+    ("a.idx", _index(magic=b"TNTIDX\0\0"), "begins with b'TNTIDX"),
+    ("a.idx", _index(code=7), "version 1, dtype 7, not"),
+    ("a.idx", _index()[:-1], "does not fit the 4 bytes of its .bin: it has 61 bytes"),
+    ("a.idx", _index(more=b"\0"), "it has 63 bytes"),
+    ("a.idx", _index(count=2**63), "it has 62 bytes"),
+    ("a.idx", _index(offset=2), "documents 0 to 1 lie elsewhere"),
+    ("a.idx", _index(offset=2, length=1), "documents 0 to 1 lie elsewhere"),
+    ("a.idx", _index(offset=-4, length=4), "documents 0 to 1 lie elsewhere"),
+    ("a.idx", _index(bounds=(0, 0)), "documents 0 to 1 lie elsewhere"),
+    ("a.idx", _index(bounds=(0, 1, 0, 1)), "documents 0 to 3 lie elsewhere"),
+    ("a.idx", _index(code=4), "documents 0 to 1 lie elsewhere"),
+    ("a.arrow", _arrow(text=["a"]), "no column 'input_ids' .* columns are 'text' .string"),
+    ("a.arrow", _arrow(input_ids=[1]), "columns are 'input_ids' .int64"),
+    ("a.arrow", _arrow(input_ids=[[0.5]]), "columns are 'input_ids' .list<item: double>"),
+    ("a.arrow", _arrow(input_ids=[[1], None]), "has nulls"),
+    ("a.arrow", _arrow(input_ids=[[1, None]]), "has nulls"),
+    ("a.arrow", _arrow(input_ids=[[1]], attention_mask=[[None]]), "has nulls"),
+    ("a.arrow", _arrow(input_ids=[[1], [2, 257]]), r"a.arrow.0:1., row 1: id 1 is 257"),
+    ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
+    ("state.json", _saved("b.arrow"), "b.arrow. does not exist"),
+    ("state.json", _saved("/b.arrow"), "files elsewhere"),
+    ("state.json", _saved(".."), "files elsewhere"),
+    ("state.json", b"[]", "lists no files"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BAD, ids=[words for *_, words in BAD])
+def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, name, content, words):
     (tmp_path / "in").mkdir()
     if name == "a.idx":
         (tmp_path / "in/a.bin").write_bytes(b"a\0b\0")
@@ -257,26 +252,6 @@ def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
     with pytest.raises(InputError, match=words):
         prepare(_config(named), tmp_path / "d")
     assert not is_prepared(tmp_path / "d")
-
-
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"text": ["a"]}, "no column 'input_ids' .* columns are 'text' .string"),
-        ({"input_ids": [1]}, "columns are 'input_ids' .int64"),
-        ({"input_ids": [[0.5]]}, "columns are 'input_ids' .list<item: double>"),
-        ({"input_ids": [[1], None]}, "has nulls"),
-        ({"input_ids": [[1, None]]}, "has nulls"),
-        ({"input_ids": [[1]], "attention_mask": [[None]]}, "has nulls"),
-        ({"input_ids": [[1], [2, 257]]}, r"a.arrow.0:1., row 1: id 1 is 257"),
-    ],
-)
-def test_a_dataset_without_ids_is_one_sentence(tmp_path, columns, words):
-    table = pa.table(columns)
-    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(InputError, match=words):
-        prepare(_config(tmp_path / "a.arrow"), tmp_path / "d")
 
 
 def test_padding_of_a_dataset_is_left_out(tmp_path):
