@@ -17,7 +17,7 @@ pyarrow reads as it reads others; importing `datasets` takes a second and adds n
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO
@@ -36,8 +36,7 @@ from .documents import Document, InputSplit, SplitRange, byte_ranges
 from .files import FoundFile, content_of, find_files, opened
 from .records import RecordRules
 
-MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
-
+_MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
 _SUFFIXES = (".bin", ".npy", ".arrow")
 _BLOCK_IDS = 2**18
 _ALIGNED = 8  # bytes, so that a range begins with an id of any width
@@ -140,6 +139,10 @@ def _is_named(url: str) -> bool:
     return url.lower().endswith(_SUFFIXES)
 
 
+def _is_arrow(url: str) -> bool:
+    return url.lower().endswith(".arrow")
+
+
 def _saved_files(folder: str) -> list[str]:
     """Returns the files that `Dataset.save_to_disk` wrote, in order; none in another folder."""
     if content_of(f"{folder}/dataset_dict.json") is not None:
@@ -187,14 +190,9 @@ def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]
         InputError: an id is not in the vocabulary, or the file is damaged.
     """
     tokenizer = rules.tokenizer
-    if tokenizer is None:
-        raise InputError(f"{split.url} holds ids, not text: only `moebius prepare` reads them")
+    assert tokenizer is not None, "only a preparation has token files"
     for row, tokens in enumerate(_documents(split, tokenizer)):
         yield Document(tokenizer.decode(tokens), split.file_name, row, tokens=tokens)
-
-
-def _is_arrow(url: str) -> bool:
-    return url.lower().endswith(".arrow")
 
 
 # ---- documents
@@ -207,15 +205,11 @@ def _documents(split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         return
     layout = _layout(split.url, split.size, tokenizer)
     with opened(split.url, split.size) as file:
-
-        def documents(first: int, last: int) -> Iterator[np.ndarray]:
-            return _cut(_blocks(file, layout, first, last), tokenizer, split.url, first)
-
         if not layout.num_records:
-            yield from _of_stream(split, layout, documents)
-        else:
-            for first, last in pairwise(layout.edges(split.start, split.stop)):
-                yield from documents(first, last)
+            yield from _of_stream(file, layout, split, tokenizer)
+            return
+        for first, last in pairwise(layout.edges(split.start, split.stop)):
+            yield from _cut(_blocks(file, layout, first, last), tokenizer, split.url, first)
 
 
 def _blocks(file: IO[bytes], layout: _Layout, first: int, last: int) -> Iterator[np.ndarray]:
@@ -228,7 +222,7 @@ def _blocks(file: IO[bytes], layout: _Layout, first: int, last: int) -> Iterator
 
 
 def _of_stream(
-    split: InputSplit, layout: _Layout, documents: Callable[[int, int], Iterator[np.ndarray]]
+    file: IO[bytes], layout: _Layout, split: InputSplit, tokenizer: Tokenizer
 ) -> Iterator[np.ndarray]:
     """Yields the documents that begin in a byte range of a stream.
 
@@ -237,7 +231,8 @@ def _of_stream(
     width = layout.dtype.itemsize
     first, last = split.start // width, -(-split.stop // width)
     place = max(0, first - 1)  # a document that begins at `first` follows an end
-    for document in documents(place, layout.num_bytes // width):
+    blocks = _blocks(file, layout, place, layout.num_bytes // width)
+    for document in _cut(blocks, tokenizer, split.url, place):
         if place >= last:
             return
         if place >= first and (place or len(document)):
@@ -261,7 +256,7 @@ def _cut(
             pending, size = [], 0
         pending.append(rest)
         size += len(rest)
-        if size > MAX_DOCUMENT_IDS:
+        if size > _MAX_DOCUMENT_IDS:
             raise InputError(
                 f"{where} has {size:,} ids without the end of a document, id {end}: name the token "
                 "between its documents as prepare.end_of_document, or save rows of ids, "
