@@ -8,7 +8,6 @@ document.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +21,7 @@ from ..errors import InputError
 from ..retries import is_of_connection
 from ..words import some_of
 from .compression import check_head
-from .documents import Document, InputSplit, SplitRange
+from .documents import Document, InputSplit, SplitRange, even_ranges
 from .files import opened
 from .records import NOT_UTF8, ORIGIN_FIELD, RecordRules, document_of, shown
 
@@ -61,7 +60,7 @@ def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRan
 def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     """Yields ranges of the record batches of an Arrow file, or one range for a stream.
 
-    It divides the number of batches evenly, because the footer does not give their sizes.
+    The footer does not give the sizes of the batches.
     """
     with opened(url) as file, _columnar_errors(url, "Arrow"):
         reader = _arrow_reader(file)
@@ -69,10 +68,7 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
             yield SplitRange(0, 1, size)
             return
         num_batches = reader.num_record_batches
-    num_splits = max(1, min(num_batches, -(-size // split_bytes)))
-    bounds = [num_batches * part // num_splits for part in range(num_splits + 1)]
-    for start, stop in pairwise(bounds):
-        yield SplitRange(start, stop, size // num_splits)
+    yield from even_ranges(num_batches, size, split_bytes)
 
 
 def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:

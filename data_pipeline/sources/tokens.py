@@ -32,7 +32,7 @@ from ..read.token_store import token_dtype
 from ..tokenizers.interface import Tokenizer
 from ..words import some_of
 from .columns import record_batch_ranges, token_rows
-from .documents import Document, InputSplit, SplitRange, byte_ranges
+from .documents import Document, InputSplit, SplitRange, byte_ranges, even_ranges
 from .files import FoundFile, content_of, find_files, opened
 from .records import RecordRules
 
@@ -152,12 +152,12 @@ def _saved_files(folder: str) -> list[str]:
         return []
     try:
         names = [str(one["filename"]) for one in json_object(content, where)["_data_files"]]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError):
+        names = ["nothing"]
+    if not all(_is_arrow(name) and "/" not in name for name in names):
         raise InputError(
-            f"{where} lists no files ({error!r:.200}): save the dataset again"
-        ) from error
-    if not all(name.endswith(".arrow") and "/" not in name for name in names):
-        raise InputError(f"{where} lists files elsewhere, {some_of(names)}: save the dataset again")
+            f"{where} lists {some_of(names)}, not .arrow files beside it: save the dataset again"
+        )
     return [f"{folder}/{name}" for name in names]
 
 
@@ -173,14 +173,11 @@ def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
         yield from record_batch_ranges(url, size, split_bytes)
         return
     layout = _layout(url, size)
-    if not layout.num_records:
+    if layout.num_records:
+        yield from even_ranges(layout.num_records, layout.num_bytes, split_bytes)
+    else:
         step = max(_ALIGNED, split_bytes // _ALIGNED * _ALIGNED)
         yield from byte_ranges(url, layout.num_bytes, step)
-        return
-    parts = min(layout.num_records, -(-layout.num_bytes // split_bytes))
-    bounds = [layout.num_records * part // parts for part in range(parts + 1)]
-    for start, stop in pairwise(bounds):
-        yield SplitRange(start, stop, layout.num_bytes // parts)
 
 
 def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]:

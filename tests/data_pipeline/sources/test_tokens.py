@@ -236,9 +236,9 @@ BAD = [
     ("a.arrow", _arrow(input_ids=[[1], [2, 257]]), r"a.arrow.0:1., row 1: id 1 is 257"),
     ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
     ("state.json", _saved("b.arrow"), "b.arrow. does not exist"),
-    ("state.json", _saved("/b.arrow"), "files elsewhere"),
-    ("state.json", _saved(".."), "files elsewhere"),
-    ("state.json", b"[]", "lists no files"),
+    ("state.json", _saved("/b.arrow"), "lists /b.arrow, not .arrow files"),
+    ("state.json", _saved(".."), "lists .., not .arrow files"),
+    ("state.json", b"[]", "lists nothing, not .arrow files"),
 ]
 
 
