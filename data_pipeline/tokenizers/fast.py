@@ -22,8 +22,7 @@ Cost: the check takes about 0.1 s for 8,000 ids and 1 s for 50,000, once per pro
 import json
 import re
 import unicodedata
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -102,8 +101,6 @@ class FastEncoder:
 
     # added tokens, for which `tokenizers` searches a text before it splits it
     searched: Iterable[str] = ()
-    # of every id that decodes to any
-    bytes_of: Mapping[int, bytes] = {}
 
     def __init__(self, merges: list[tuple[bytes, bytes]], pattern: str, vocab: dict[bytes, int]):
         tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
@@ -129,10 +126,6 @@ class FastEncoder:
         ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         return self._ids.take(ranks)
 
-    def decode(self, ids: list[int]) -> str:
-        """Decodes ids as `tokenizers` does for byte-level BPE, several times as fast."""
-        return b"".join(map(self.bytes_of.__getitem__, ids)).decode(errors="replace")
-
 
 def fast_encoder(text_json: str) -> FastEncoder:
     """Returns tiktoken's encoder of a tokenizer.json.
@@ -147,7 +140,6 @@ def fast_encoder(text_json: str) -> FastEncoder:
     _check_last_steps(merges)
     encoder = FastEncoder(merges, pattern, vocab)
     encoder.searched = [one["content"] for one in described["added_tokens"] if not one["special"]]
-    encoder.bytes_of = defaultdict(bytes, _decoded(library, described))
     _check_sample(library, encoder, vocab)
     return encoder
 
@@ -243,17 +235,6 @@ def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes
     if missing := sorted(made - vocab.keys()):
         raise UnsuitableError(f"its vocabulary lacks {missing[0]!r}")
     return vocab, merges
-
-
-def _decoded(library: tokenizers.Tokenizer, described: dict[str, Any]) -> dict[int, bytes]:
-    """Returns the bytes of each id but those of special tokens, also of tokens that no merge makes."""
-    special = {one["id"] for one in described["added_tokens"] if one["special"]}
-    alphabet = byte_of_character().keys()
-    return {
-        index: _as_bytes(token) if alphabet >= set(token) else token.encode()
-        for token, index in library.get_vocab().items()
-        if index not in special
-    }
 
 
 def _as_bytes(token: str) -> bytes:
