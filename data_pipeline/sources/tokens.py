@@ -19,6 +19,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import IO
 
@@ -52,56 +53,12 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 @dataclass(frozen=True)
 class _Layout:
-    """Says where the ids of a file lie: in one stream, or in records of equal sizes."""
+    """Says where the ids of a file lie: in one stream, or in records."""
 
     dtype: np.dtype
     num_bytes: int  # of the ids
     num_header_bytes: int = 0
-    num_records: int = 0
-
-    def edges(self, start: int, stop: int) -> list[int]:
-        """Returns the first id of each of records [start, stop), and the end of the last."""
-        width = self.num_bytes // self.dtype.itemsize // self.num_records
-        return [record * width for record in range(start, stop + 1)]
-
-
-@dataclass(frozen=True)
-class _MegatronLayout(_Layout):
-    """Says where the documents lie, as the index beside the file does: each is of whole sequences."""
-
-    index: str = ""
-    num_sequences: int = 0
-
-    def edges(self, start: int, stop: int) -> list[int]:
-        """Returns the first id of each of documents [start, stop), and the end of the last.
-
-        Raises:
-            InputError: their sequences do not lie one after another in the file of ids.
-        """
-        count, width = self.num_sequences, self.dtype.itemsize
-        bounds = self._numbers("<i8", 12 * count, start, stop + 1)
-        safe = np.sort(bounds.clip(0, count))
-        first, last = int(safe[0]), int(safe[-1])
-        sizes = self._numbers("<i4", 0, first, last) * np.int64(width)
-        edges = self._numbers("<i8", 4 * count, first, min(last + 1, count))
-        edges = np.append(edges, self.num_bytes) if last == count else edges
-        what = f"documents {start:,} to {stop:,} lie elsewhere"
-        if not (
-            np.array_equal(bounds, safe)
-            and (sizes >= 0).all()
-            and np.array_equal(np.diff(edges), sizes)
-            and edges[0] >= 0
-            and edges[-1] <= self.num_bytes
-            and (start > 0 or edges[0] == first == 0)
-            and (stop < self.num_records or last == count)
-        ):
-            raise _misfit(self.index, self.num_bytes, what)
-        return (edges[bounds - first] // width).tolist()
-
-    def _numbers(self, kind: str, at: int, start: int, stop: int) -> np.ndarray:
-        """Reads numbers [start, stop) of the array that begins `at` bytes behind the header."""
-        place = _MEGATRON_HEAD.size + at + start * np.dtype(kind).itemsize
-        return np.fromfile(self.index, kind, stop - start, offset=place)
+    edges: range | np.ndarray | None = None  # of records: the first id of each, and the end
 
 
 # ---- files
@@ -173,11 +130,11 @@ def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
         yield from record_batch_ranges(url, size, split_bytes)
         return
     layout = _layout(url, size)
-    if layout.num_records:
-        yield from even_ranges(layout.num_records, layout.num_bytes, split_bytes)
-    else:
+    if layout.edges is None:
         step = max(_ALIGNED, split_bytes // _ALIGNED * _ALIGNED)
         yield from byte_ranges(url, layout.num_bytes, step)
+    else:
+        yield from even_ranges(len(layout.edges) - 1, layout.num_bytes, split_bytes)
 
 
 def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
@@ -202,10 +159,10 @@ def _documents(split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         return
     layout = _layout(split.url, split.size, tokenizer)
     with opened(split.url, split.size) as file:
-        if not layout.num_records:
+        if layout.edges is None:
             yield from _of_stream(file, layout, split, tokenizer)
             return
-        for first, last in pairwise(layout.edges(split.start, split.stop)):
+        for first, last in pairwise(map(int, layout.edges[split.start : split.stop + 1])):
             yield from _cut(_blocks(file, layout, first, last), tokenizer, split.url, first)
 
 
@@ -286,7 +243,7 @@ def _layout(url: str, size: int, tokenizer: Tokenizer | None = None) -> _Layout:
     if url.lower().endswith(".npy"):
         return _npy(url, size)
     if os.path.exists(index := f"{url[:-4]}.idx"):
-        return _megatron(index, size)
+        return _megatron(index, size, os.stat(index).st_mtime_ns)
     if head[:4] in _LLM_C:
         return _llm_c(url, size, head)
     dtype = token_dtype(tokenizer.vocab_size if tokenizer else 1).newbyteorder("<")
@@ -327,10 +284,16 @@ def _npy(url: str, size: int) -> _Layout:
             f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers "
             "in C order, with one axis (a stream) or two (rows)"
         )
-    return _Layout(array.dtype, array.nbytes, array.offset, len(array) if array.ndim == 2 else 0)
+    rows = range(0, array.size + 1, array.shape[1]) if array.ndim == 2 else None
+    return _Layout(array.dtype, array.nbytes, array.offset, rows)
 
 
-def _megatron(index: str, size: int) -> _Layout:
+@lru_cache(maxsize=1)
+def _megatron(index: str, size: int, changed_ns: int) -> _Layout:
+    """Reads the index beside a file of ids, once per process: 8 bytes of memory per document.
+
+    While it is read, each of its sequences takes 60 bytes.
+    """
     with opened(index) as file:
         head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b"\0")
         num_bytes = file.seek(0, 2)
@@ -341,13 +304,16 @@ def _megatron(index: str, size: int) -> _Layout:
             f"a dtype of whole numbers ({some_of(_MEGATRON_DTYPES)}): write it again with "
             "Megatron-LM, or remove it to read its .bin as a stream"
         )
-    if num_bytes != _MEGATRON_HEAD.size + 12 * count + 8 * num_bounds or num_bounds < 2:
-        raise _misfit(index, size, f"it has {num_bytes:,} bytes")
-    dtype = np.dtype(_MEGATRON_DTYPES[code])
-    return _MegatronLayout(dtype, size, 0, num_bounds - 1, index, count)
-
-
-def _misfit(index: str, size: int, why: str) -> InputError:
-    return InputError(
-        f"{index} does not fit the {size:,} bytes of its .bin: {why}; copy both files again"
+    dtype, at = np.dtype(_MEGATRON_DTYPES[code]), _MEGATRON_HEAD.size
+    if num_bytes == at + 12 * count + 8 * num_bounds and count and num_bounds > 1:
+        sizes = np.fromfile(index, "<i4", count, offset=at) * np.int64(dtype.itemsize)
+        starts = np.fromfile(index, "<i8", count, offset=at + 4 * count)
+        bounds = np.fromfile(index, "<i8", num_bounds, offset=at + 12 * count)
+        edges = np.append(starts, size)
+        is_tiled = edges[0] == 0 and sizes.min() >= 0 and np.array_equal(np.diff(edges), sizes)
+        is_sorted = np.array_equal(bounds, np.sort(bounds.clip(0, count)))
+        if is_tiled and is_sorted and bounds[0] == 0 and bounds[-1] == count:
+            return _Layout(dtype, size, edges=edges[bounds] // dtype.itemsize)
+    raise InputError(
+        f"{index} of {num_bytes:,} bytes does not fit the {size:,} bytes of its .bin: copy both again"
     )
