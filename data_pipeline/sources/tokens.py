@@ -77,19 +77,14 @@ def token_files(name: str) -> Iterator[FoundFile]:
     saved = [] if _is_named(name) else _saved_files(name)
     for pattern in saved or [name]:
         found, _ = find_files(pattern, _is_named)
-        if not found:
+        files = [file for file in found if not file.url.endswith(".idx")]  # parts of those beside
+        wrong = [file.url for file in files if not _is_named(file.url)] if files else [pattern]
+        if wrong:
             raise InputError(
-                f"input {pattern!r} is a folder without token files ({some_of(_SUFFIXES)}): name the "
-                "files of ids, or prepare text with --input"
+                f"{wrong[0]} is not named as a token file ({some_of(_SUFFIXES)}), nor is a file in "
+                "it: rename it, or prepare its text with --input"
             )
-        for file in found:
-            if _is_named(file.url):
-                yield file
-            elif not file.url.endswith(".idx"):  # which belongs to the file beside it
-                raise InputError(
-                    f"{file.url} is not named as a token file ({some_of(_SUFFIXES)}): rename it, or "
-                    "prepare its text with --input"
-                )
+        yield from files
 
 
 def _is_named(url: str) -> bool:
