@@ -419,10 +419,8 @@ def encoded(
     texts = [text for document in plain for text in (document.prompt, document.text)]
     tokens = iter(tokenizer.encode_batch([text for text in texts if text]))
     for document in documents:
-        if document.tokens is None:
-            yield list(islice(tokens, int(bool(document.prompt)))), next(tokens)
-        else:
-            yield [], document.tokens
+        prompt = list(islice(tokens, int(bool(document.prompt))))
+        yield prompt, next(tokens) if document.tokens is None else document.tokens
 
 
 _Chosen = tuple[Document, Split, bytes, int]

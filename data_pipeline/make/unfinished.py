@@ -121,7 +121,7 @@ def _files(config: PrepareConfig, units: Sequence[Unit]) -> list[FoundFile]:
     if config.loads_tokenizer:
         beside += [config.tokenizer, *sorted(glob(f"{escape(config.tokenizer)}/tokenizer*"))]
     inputs = _inputs(units)
-    beside += [f"{file.url[:-4]}.idx" for file in inputs if file.url.endswith(".bin")]
+    beside += [f"{file.url[:-4]}.idx" for file in inputs if file.url.lower().endswith(".bin")]
     paths = [os.path.abspath(path) for path in beside if os.path.isfile(path)]
     return inputs + [find_files(path, bool)[0][0] for path in paths]
 

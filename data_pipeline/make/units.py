@@ -40,7 +40,7 @@ class Unit:
     @property
     def has_tokens(self) -> bool:
         """Returns whether some of its splits are of token files."""
-        return any(split.kind.startswith(TOKENS) for split in self.splits)
+        return any(split.kind == TOKENS for split in self.splits)
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,6 @@ document.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +21,7 @@ from ..errors import InputError
 from ..retries import is_of_connection
 from ..words import some_of
 from .compression import check_head
-from .documents import Document, InputSplit, SplitRange
+from .documents import Document, InputSplit, SplitRange, even_ranges
 from .files import opened
 from .records import NOT_UTF8, ORIGIN_FIELD, RecordRules, document_of, shown
 
@@ -32,9 +31,7 @@ _BYTES = {
     pa.string_view(): pa.binary_view(),
 }
 _TEXTS = {*_BYTES, *_BYTES.values()}
-IDS_FIELD, MASK_FIELD = "input_ids", "attention_mask"
-"""The columns of a tokenised dataset, as transformers' tokenizers name them."""
-
+_IDS, _MASK = "input_ids", "attention_mask"  # as transformers' tokenizers name them
 _ROWS = 64  # per batch: enough for full speed, few enough for long documents
 
 
@@ -63,7 +60,7 @@ def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRan
 def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     """Yields ranges of the record batches of an Arrow file, or one range for a stream.
 
-    It divides the number of batches evenly, because the footer does not give their sizes.
+    The footer does not give the sizes of the batches.
     """
     with opened(url) as file, _columnar_errors(url, "Arrow"):
         reader = _arrow_reader(file)
@@ -71,10 +68,7 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
             yield SplitRange(0, 1, size)
             return
         num_batches = reader.num_record_batches
-    num_splits = max(1, min(num_batches, -(-size // split_bytes)))
-    bounds = [num_batches * part // num_splits for part in range(num_splits + 1)]
-    for start, stop in pairwise(bounds):
-        yield SplitRange(start, stop, size // num_splits)
+    yield from even_ranges(num_batches, size, split_bytes)
 
 
 def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
@@ -95,38 +89,29 @@ def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
         yield from _documents(_small_batches(reader, split, columns), split, rules)
 
 
-def token_row_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields ranges as `record_batch_ranges`, of a file that has ids.
+def token_rows(split: InputSplit) -> Iterator[np.ndarray]:
+    """Yields the ids of each row, without what its `attention_mask` leaves out as padding.
 
     Raises:
-        InputError: it has no column `input_ids` of lists of whole numbers.
+        InputError: there is no column `input_ids` of lists of whole numbers, or it has nulls.
     """
-    with opened(url) as file, _columnar_errors(url, "Arrow"):
-        schema = _arrow_reader(file).schema
-    kinds = {field.name: field.type for field in schema}
-    kind = kinds.get(IDS_FIELD)
-    if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
-        columns = some_of(f"{name!r} ({kind!s:.80})" for name, kind in kinds.items())
-        raise InputError(
-            f"{url}: no column {IDS_FIELD!r} with lists of whole numbers; its columns are {columns}: "
-            f"save dataset.rename_column(NAME, {IDS_FIELD!r}), or read its text with --input"
-        )
-    yield from record_batch_ranges(url, size, split_bytes)
-
-
-def token_rows(split: InputSplit) -> Iterator[np.ndarray]:
-    """Yields the ids of each row, without what its `attention_mask` leaves out as padding."""
     with opened(split.url, split.size) as file, _columnar_errors(split.url, "Arrow"):
         reader = _arrow_reader(file)
-        columns = [name for name in (IDS_FIELD, MASK_FIELD) if name in reader.schema.names]
+        kinds = {field.name: field.type for field in reader.schema}
+        if not pa.types.is_integer(getattr(kinds.get(_IDS), "value_type", pa.null())):
+            there = some_of(f"{name!r} ({kind!s:.80})" for name, kind in kinds.items())
+            raise InputError(
+                f"{split.url}: no column {_IDS!r} with lists of whole numbers; its columns are {there}: "
+                f"save dataset.rename_column(NAME, {_IDS!r}), or read its text with --input"
+            )
+        columns = [name for name in (_IDS, _MASK) if name in kinds]
         for batch in _small_batches(reader, split, columns):
-            for ids, *mask in zip(*batch.columns, strict=True):
-                if not ids.is_valid or ids.values.null_count:
-                    raise InputError(
-                        f"{split.label}: column {IDS_FIELD!r} has nulls: drop these rows"
-                    )
-                values = ids.values.to_numpy(zero_copy_only=False)
-                yield values[mask[0].values.to_numpy(zero_copy_only=False) != 0] if mask else values
+            for row in zip(*batch.columns, strict=True):
+                if not all(one.is_valid and not one.values.null_count for one in row):
+                    names = " or ".join(map(repr, columns))
+                    raise InputError(f"{split.label}: column {names} has nulls: drop these rows")
+                ids, *mask = (one.values.to_numpy(zero_copy_only=False) for one in row)
+                yield ids[mask[0] != 0] if mask else ids
 
 
 def _small_batches(reader: Any, split: InputSplit, columns: list[str]) -> Iterator[pa.RecordBatch]:

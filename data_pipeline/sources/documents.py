@@ -60,6 +60,14 @@ def byte_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
         yield SplitRange(start, stop, stop - start)
 
 
+def even_ranges(count: int, num_bytes: int, split_bytes: int) -> Iterator[SplitRange]:
+    """Yields ranges of equal numbers of units, whose own sizes are unknown."""
+    num_splits = max(1, min(count, -(-num_bytes // split_bytes)))
+    bounds = [count * part // num_splits for part in range(num_splits + 1)]
+    for start, stop in pairwise(bounds):
+        yield SplitRange(start, stop, num_bytes // num_splits)
+
+
 @dataclass(frozen=True)
 class Document:
     """Holds one document as read; `row` counts the records of its split.

@@ -8,7 +8,6 @@ splits. A new format needs a module beside this one and a line in the table.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from ...plugins import PYTHON
@@ -24,7 +23,7 @@ from .files import FoundFile, find_files
 from .function import function_ranges, function_size, read_function
 from .lines import read_json_lines, read_text, whole_file
 from .records import RecordRules
-from .tokens import WIDTHS, read_token_file, token_files, token_ranges
+from .tokens import read_token_file, token_files, token_ranges
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,7 @@ READABLE = (
 _FORMATS = FILE_FORMATS | {
     EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
     PYTHON: Format(function_ranges, read_function, function_size),
-}
-_FORMATS |= {
-    TOKENS + given: Format(
-        partial(token_ranges, given=given),
-        partial(read_token_file, given=given),
-        has_fields=False,
-    )
-    for given in ("", *WIDTHS)
+    TOKENS: Format(token_ranges, read_token_file, has_fields=False),
 }
 
 
@@ -149,8 +141,7 @@ def _expand(
 ) -> Iterator[tuple[FoundFile, str]]:
     """Yields all input that one name stands for, each with its kind."""
     if pattern.startswith(TOKENS):
-        for file, given in token_files(pattern.removeprefix(TOKENS)):
-            yield file, TOKENS + given
+        yield from ((file, TOKENS) for file in token_files(pattern.removeprefix(TOKENS)))
         return
     other = PYTHON if pattern.startswith(PYTHON) else pattern
     if (form := _FORMATS.get(other)) is not None and form.size is not None:

@@ -8,7 +8,7 @@
 
 The tokenizer's end-of-document id ends a document in all of them. Each document is decoded, which gives
 it the hash, the size and the side of its text: the same text gives the same shards, whether it comes as
-text or as ids. Files are memory-mapped and checked a block at a time.
+text or as ids. Files are read and checked a block at a time.
 
 Sources: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM, dev/data/data_common.py of
 karpathy/llm.c, data/openwebtext/prepare.py of karpathy/nanoGPT. Saved datasets are Arrow files, which
@@ -17,10 +17,11 @@ pyarrow reads as it reads others; importing `datasets` takes a second and adds n
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -31,20 +32,19 @@ from ..prepare_config import TOKENS
 from ..read.token_store import token_dtype
 from ..tokenizers.interface import Tokenizer
 from ..words import some_of
-from .columns import token_row_ranges, token_rows
-from .documents import Document, InputSplit, SplitRange, byte_ranges
+from .columns import record_batch_ranges, token_rows
+from .documents import Document, InputSplit, SplitRange, byte_ranges, even_ranges
 from .files import FoundFile, content_of, find_files, opened
 from .records import RecordRules
 
-WIDTHS = ("uint16", "uint32", "int32", "int64")
-"""What may follow `?dtype=`; such a file is a stream without a header, whatever its name."""
-
-MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
-
+_MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
 _SUFFIXES = (".bin", ".npy", ".arrow")
 _BLOCK_IDS = 2**18
 _ALIGNED = 8  # bytes, so that a range begins with an id of any width
-_LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, ids
+_LLM_C = {  # by its magic: its version, and the type of its ids
+    struct.pack("<i", 20240520): (1, np.dtype("<u2")),
+    struct.pack("<i", 20240801): (7, np.dtype("<u4")),
+}
 _LLM_C_BYTES = 1024
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, bounds of documents
@@ -52,48 +52,47 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 @dataclass(frozen=True)
-class _Ids:
-    """Holds the memory-mapped ids of a file, in records, or in one stream."""
+class _Layout:
+    """Says where the ids of a file lie: in one stream, or in records."""
 
-    flat: np.ndarray  # [ids]
-    num_records: int = 0
-    records: Callable[[int, int], list[tuple[int, int]]] | None = None  # the ids of some
+    dtype: np.dtype
+    num_bytes: int  # of the ids
+    num_header_bytes: int = 0
+    edges: range | np.ndarray | None = None  # of records: the first id of each, and the end
 
 
 # ---- files
 
 
-def token_files(name: str) -> Iterator[tuple[FoundFile, str]]:
-    """Yields the files of a name after `tokens:`, each with the width that `?dtype=` gives.
+def token_files(name: str) -> Iterator[FoundFile]:
+    """Yields the files of a name after `tokens:`.
 
     Raises:
         InputError: there is none, or its name does not say what it is.
     """
-    name, is_given, given = name.partition("?dtype=")
-    if is_given and given not in WIDTHS:
-        raise InputError(f"{TOKENS}{name}: dtype must be one of {some_of(WIDTHS)}, not {given!r}")
+    if not name:  # which would be the working folder
+        raise InputError(f"{TOKENS} names no file: write {TOKENS}FILE (--tokens FILE)")
     if name.endswith(".idx"):
         name = name.removesuffix(".idx") + ".bin"
     saved = [] if _is_named(name) else _saved_files(name)
     for pattern in saved or [name]:
         found, _ = find_files(pattern, _is_named)
-        if not found:
+        files = [file for file in found if not file.url.endswith(".idx")]  # parts of those beside
+        wrong = [file.url for file in files if not _is_named(file.url)] if files else [pattern]
+        if wrong:
             raise InputError(
-                f"input {pattern!r} is a folder without token files ({some_of(_SUFFIXES)}): name the "
-                "files of ids, or prepare text with --input"
+                f"{wrong[0]} is not named as a token file ({some_of(_SUFFIXES)}), nor is a file in "
+                "it: rename it, or prepare its text with --input"
             )
-        for file in found:
-            if given or _is_named(file.url):
-                yield file, given
-            elif not file.url.endswith(".idx"):
-                raise InputError(
-                    f"{file.url} is not named as a token file ({some_of(_SUFFIXES)}): write "
-                    f"{TOKENS}{file.url}?dtype=uint16 if it holds ids without a header"
-                )
+        yield from files
 
 
 def _is_named(url: str) -> bool:
     return url.lower().endswith(_SUFFIXES)
+
+
+def _is_arrow(url: str) -> bool:
+    return url.lower().endswith(".arrow")
 
 
 def _saved_files(folder: str) -> list[str]:
@@ -105,16 +104,16 @@ def _saved_files(folder: str) -> list[str]:
         return []
     try:
         names = [str(one["filename"]) for one in json_object(content, where)["_data_files"]]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError):
+        names = ["nothing"]
+    if not all(_is_arrow(name) and "/" not in name for name in names):
         raise InputError(
-            f"{where} lists no files ({error!r:.200}): save the dataset again"
-        ) from error
-    if any(Path(name).name != name for name in names):
-        raise InputError(f"{where} lists files elsewhere, {some_of(names)}: save the dataset again")
+            f"{where} lists {some_of(names)}, not .arrow files beside it: save the dataset again"
+        )
     return [f"{folder}/{name}" for name in names]
 
 
-def token_ranges(url: str, size: int, split_bytes: int, *, given: str = "") -> Iterator[SplitRange]:
+def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     """Yields the ranges of a token file: of bytes (a stream), records, or Arrow's batches.
 
     Raises:
@@ -122,60 +121,67 @@ def token_ranges(url: str, size: int, split_bytes: int, *, given: str = "") -> I
     """
     if not size:
         raise InputError(f"{url} is empty: leave it out, or write its ids again")
-    if _is_saved(url, given):
-        yield from token_row_ranges(url, size, split_bytes)
+    if _is_arrow(url):
+        yield from record_batch_ranges(url, size, split_bytes)
         return
-    ids = _opened(url, size, given)
-    if ids.records is None:
+    layout = _layout(url, size)
+    if layout.edges is None:
         step = max(_ALIGNED, split_bytes // _ALIGNED * _ALIGNED)
-        yield from byte_ranges(url, ids.flat.nbytes, step)
-        return
-    parts = min(ids.num_records, -(-ids.flat.nbytes // split_bytes))
-    bounds = [ids.num_records * part // parts for part in range(parts + 1)]
-    for start, stop in pairwise(bounds):
-        yield SplitRange(start, stop, ids.flat.nbytes // parts)
+        yield from byte_ranges(url, layout.num_bytes, step)
+    else:
+        yield from even_ranges(len(layout.edges) - 1, layout.num_bytes, split_bytes)
 
 
-def read_token_file(
-    split: InputSplit, rules: RecordRules, *, given: str = ""
-) -> Iterator[Document]:
+def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     """Reads the documents of a split: their ids, and the text that these decode to.
 
     Raises:
         InputError: an id is not in the vocabulary, or the file is damaged.
     """
     tokenizer = rules.tokenizer
-    if tokenizer is None:
-        raise InputError(f"{split.url} holds ids, not text: only `moebius prepare` reads them")
-    for row, tokens in enumerate(_documents(split, tokenizer, given)):
+    assert tokenizer is not None, "only a preparation has token files"
+    for row, tokens in enumerate(_documents(split, tokenizer)):
         yield Document(tokenizer.decode(tokens), split.file_name, row, tokens=tokens)
 
 
-def _documents(split: InputSplit, tokenizer: Tokenizer, given: str) -> Iterator[np.ndarray]:
-    if _is_saved(split.url, given):
-        for row, values in enumerate(token_rows(split)):
-            yield from _cut(values, 0, len(values), tokenizer, f"{split.label}, row {row:,}")
+# ---- documents
+
+
+def _documents(split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    if _is_arrow(split.url):
+        for row, ids in enumerate(token_rows(split)):
+            yield from _cut([ids], tokenizer, f"{split.label}, row {row:,}")
         return
-    ids = _opened(split.url, split.size, given, tokenizer)
-    if ids.records is None:
-        yield from _of_stream(ids.flat, split, tokenizer)
-        return
-    for first, last in ids.records(split.start, split.stop):
-        yield from _cut(ids.flat, first, last, tokenizer, split.url)
+    layout = _layout(split.url, split.size, tokenizer)
+    with opened(split.url, split.size) as file:
+        if layout.edges is None:
+            yield from _of_stream(file, layout, split, tokenizer)
+            return
+        for first, last in pairwise(map(int, layout.edges[split.start : split.stop + 1])):
+            yield from _cut(_blocks(file, layout, first, last), tokenizer, split.url, first)
 
 
-def _is_saved(url: str, given: str) -> bool:
-    return not given and url.lower().endswith(".arrow")
+def _blocks(file: IO[bytes], layout: _Layout, first: int, last: int) -> Iterator[np.ndarray]:
+    """Yields ids [first, last) of a file, some at a time."""
+    width = layout.dtype.itemsize
+    file.seek(layout.num_header_bytes + first * width)
+    for start in range(first, last, _BLOCK_IDS):
+        data = file.read(min(_BLOCK_IDS, last - start) * width)
+        yield np.frombuffer(data, layout.dtype)
 
 
-def _of_stream(flat: np.ndarray, split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _of_stream(
+    file: IO[bytes], layout: _Layout, split: InputSplit, tokenizer: Tokenizer
+) -> Iterator[np.ndarray]:
     """Yields the documents that begin in a byte range of a stream.
 
     Some programs write the end of a document in front of each; none lies before the first.
     """
-    first, last = split.start // flat.itemsize, -(-split.stop // flat.itemsize)
+    width = layout.dtype.itemsize
+    first, last = split.start // width, -(-split.stop // width)
     place = max(0, first - 1)  # a document that begins at `first` follows an end
-    for document in _cut(flat, place, len(flat), tokenizer, split.url):
+    blocks = _blocks(file, layout, place, layout.num_bytes // width)
+    for document in _cut(blocks, tokenizer, split.url, place):
         if place >= last:
             return
         if place >= first and (place or len(document)):
@@ -184,22 +190,22 @@ def _of_stream(flat: np.ndarray, split: InputSplit, tokenizer: Tokenizer) -> Ite
 
 
 def _cut(
-    flat: np.ndarray, first: int, last: int, tokenizer: Tokenizer, where: str
+    blocks: Iterable[np.ndarray], tokenizer: Tokenizer, where: str, start: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yields ids [first, last), cut at each end of a document, which is left out."""
+    """Yields the documents in ids from number `start` on, without the ends that cut them apart."""
     end, size = tokenizer.end_of_document_id, 0
     pending: list[np.ndarray] = []
-    for start in range(first, last, _BLOCK_IDS):
-        block = flat[start : min(last, start + _BLOCK_IDS)]
-        _check(block, start, tokenizer.vocab_size, where)
-        block = block.astype(token_dtype(tokenizer.vocab_size))
+    for found in blocks:
+        _check(found, start, tokenizer.vocab_size, where)
+        start += len(found)
+        block = found.astype(token_dtype(tokenizer.vocab_size))
         *whole, rest = np.split(block, np.flatnonzero(block == end) + 1)
         for piece in whole:
             yield np.concatenate([*pending, piece[:-1]])
             pending, size = [], 0
         pending.append(rest)
         size += len(rest)
-        if size > MAX_DOCUMENT_IDS:
+        if size > _MAX_DOCUMENT_IDS:
             raise InputError(
                 f"{where} has {size:,} ids without the end of a document, id {end}: name the token "
                 "between its documents as prepare.end_of_document, or save rows of ids, "
@@ -215,65 +221,52 @@ def _check(ids: np.ndarray, start: int, vocab_size: int, where: str) -> None:
         index = int(np.argmax(wrong))
         raise InputError(
             f"{where}: id {start + index:,} is {ids[index]}, but the tokenizer has the ids 0 to "
-            f"{vocab_size - 1}: name the tokenizer that made the file (--tokenizer), or the width "
-            f"of a file without a header ({TOKENS}FILE?dtype=TYPE: {some_of(WIDTHS)})"
+            f"{vocab_size - 1}: name the tokenizer that made the file (--tokenizer), or save ids of "
+            "another width as .npy"
         )
 
 
-# ---- formats
+# ---- layouts
 
 
-def _opened(url: str, size: int, given: str, tokenizer: Tokenizer | None = None) -> _Ids:
-    """Maps the ids of a file, by its name and its first bytes; without a tokenizer, to plan it."""
+def _layout(url: str, size: int, tokenizer: Tokenizer | None = None) -> _Layout:
+    """Finds a file's ids by its name and its first bytes; without a tokenizer, to plan it."""
     if "://" in url:
-        raise InputError(
-            f"{url} cannot be mapped into memory: download it, and name the local file"
-        )
+        raise InputError(f"{url} is not on this machine: download it, and name the local file")
     with opened(url, size) as file:
         head = file.read(_LLM_C_BYTES)
-    if given:
-        return _headerless(url, size, given, None)
     if url.lower().endswith(".npy"):
         return _npy(url, size)
-    if os.path.exists(path := f"{url[:-4]}.idx"):
-        index = _MegatronIndex(path, size)
-        return _Ids(np.memmap(url, index.dtype, "r"), index.num_documents, index.documents)
-    if len(head) == _LLM_C_BYTES and not any(head[16:]):
-        return _llm_c(url, size, *struct.unpack("<3i", head[:12]))
-    return _headerless(url, size, "", tokenizer)
-
-
-def _headerless(url: str, size: int, given: str, tokenizer: Tokenizer | None) -> _Ids:
-    """Maps ids of the given width, or of that which the vocabulary needs."""
-    width = token_dtype(tokenizer.vocab_size if tokenizer else 1)
-    dtype = np.dtype(given or width).newbyteorder("<")
-    why = f"{size:,} bytes are no whole number of them" if size % dtype.itemsize else ""
-    if not why:
-        flat = np.memmap(url, dtype, "r")
-        head = flat[:_BLOCK_IDS]
-        is_wider = len(head) > 3 and head.any() and not head[1::2].any()
-        if given or tokenizer is None or not is_wider:
-            return _Ids(flat)
-        why = "every second one is 0"
-    raise InputError(
-        f"{url} would hold ids of {dtype.itemsize} bytes, but {why}: copy it again, or name their "
-        f"width, {TOKENS}{url}?dtype=TYPE ({some_of(WIDTHS)})"
-    )
-
-
-def _llm_c(url: str, size: int, magic: int, version: int, count: int) -> _Ids:
-    wanted, dtype = _LLM_C.get(magic, (None, "<u2"))
-    num_bytes = size - _LLM_C_BYTES
-    if version != wanted or count * np.dtype(dtype).itemsize != num_bytes or not count:
+    if os.path.exists(index := f"{url[:-4]}.idx"):
+        return _megatron(index, size, os.stat(index).st_mtime_ns)
+    if head[:4] in _LLM_C:
+        return _llm_c(url, size, head)
+    dtype = token_dtype(tokenizer.vocab_size if tokenizer else 1).newbyteorder("<")
+    ids = np.frombuffer(head[: len(head) // 8 * 8], dtype)
+    is_wider = tokenizer is not None and len(ids) > 3 and ids.any() and not ids[1::2].any()
+    if is_wider or size % dtype.itemsize:
+        why = f"{size:,} bytes are no whole number of them"
         raise InputError(
-            f"{url} has a header (magic {magic}, version {version}, {count:,} ids) and {num_bytes:,} "
-            "bytes of ids: llm.c writes magic 20240520, version 1 and uint16, or 20240801, 7 and "
-            f"uint32; copy it again, or write {TOKENS}{url}?dtype=uint16 if it has no header"
+            f"{url} would hold ids of {dtype.itemsize} bytes, but "
+            f"{'every second one is 0' if is_wider else why}: copy it again, or save ids of another "
+            'width with their type: numpy.save("FILE.npy", numpy.fromfile("FILE", "uint32"))'
         )
-    return _Ids(np.memmap(url, dtype, "r", _LLM_C_BYTES, (count,)))
+    return _Layout(dtype, size)
 
 
-def _npy(url: str, size: int) -> _Ids:
+def _llm_c(url: str, size: int, head: bytes) -> _Layout:
+    wanted, dtype = _LLM_C[head[:4]]
+    version, count = struct.unpack("<2i", head[4:12].ljust(8, b"\0"))
+    num_bytes = max(0, size - _LLM_C_BYTES)
+    if version != wanted or count * dtype.itemsize != num_bytes:
+        raise InputError(
+            f"{url} has llm.c's header (version {version}, {count:,} ids of {dtype}) and {num_bytes:,} "
+            f"bytes of ids: it must be version {wanted} and whole; copy it again"
+        )
+    return _Layout(dtype, num_bytes, _LLM_C_BYTES)
+
+
+def _npy(url: str, size: int) -> _Layout:
     try:
         array = np.lib.format.open_memmap(url, mode="r")
     except Exception as error:  # whatever a stranger's header makes NumPy raise
@@ -286,72 +279,36 @@ def _npy(url: str, size: int) -> _Ids:
             f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers "
             "in C order, with one axis (a stream) or two (rows)"
         )
-    if array.ndim == 1:
-        return _Ids(array)
-    num_rows, width = array.shape
-
-    def rows(start: int, stop: int) -> list[tuple[int, int]]:
-        return [(row * width, (row + 1) * width) for row in range(start, stop)]
-
-    return _Ids(array.reshape(-1), num_rows, rows)
+    rows = range(0, array.size + 1, array.shape[1]) if array.ndim == 2 else None
+    return _Layout(array.dtype, array.nbytes, array.offset, rows)
 
 
-class _MegatronIndex:
-    """Maps the index beside a file of ids: its sequences, and the documents that they are part of."""
+@lru_cache(maxsize=1)
+def _megatron(index: str, size: int, changed_ns: int) -> _Layout:
+    """Reads the index beside a file of ids, once per process: 8 bytes of memory per document.
 
-    def __init__(self, path: str, size: int):
-        """Opens an index; `size` is that of the file of ids.
-
-        Raises:
-            InputError: it is another index, or does not fit the file of ids.
-        """
-        self._path, self._size = path, size
-        with opened(path) as file:
-            head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b"\0")
-            num_bytes = file.seek(0, 2)
-        magic, version, code, count, num_bounds = _MEGATRON_HEAD.unpack(head)
-        if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
-            raise InputError(
-                f"{path} begins with {magic!r}, version {version}, dtype {code}, not {_MEGATRON!r}, 1 "
-                f"and a dtype of whole numbers ({some_of(_MEGATRON_DTYPES)}): write it again with "
-                "Megatron-LM, or remove it to read its .bin as a stream"
-            )
-        excess = num_bytes - _MEGATRON_HEAD.size - 12 * count - 8 * num_bounds
-        if excess == count > 0:
-            raise InputError(f"{path} has a mode per sequence: multimodal data is not read")
-        self._check(not excess and count > 0 and num_bounds > 1, f"it has {num_bytes:,} bytes")
-        self.dtype, self.num_documents = np.dtype(_MEGATRON_DTYPES[code]), num_bounds - 1
-        self._lengths = self._array("<i4", 0, count)
-        self._offsets = self._array("<i8", 4 * count, count)
-        self._bounds = self._array("<i8", 12 * count, num_bounds)
-        is_whole = size % self.dtype.itemsize == 0
-        is_all = self._bounds[0] == 0 and self._bounds[-1] == count
-        self._check(is_whole and is_all, f"it has {count:,} sequences of {self.dtype}")
-        self.documents(num_bounds - 2, num_bounds - 1)  # the last one ends with the file
-
-    def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns the ids of documents [start, stop), the first one and that after the last.
-
-        Raises:
-            InputError: their sequences do not lie one after another in the file of ids.
-        """
-        what = f"documents {start:,} to {stop:,} lie elsewhere"
-        bounds, count = self._bounds[start : stop + 1], len(self._lengths)
-        first, last = int(bounds[0]), int(bounds[-1])
-        self._check(0 <= first <= last <= count and not (np.diff(bounds) < 0).any(), what)
-        after = self._offsets[last] if last < count else self._size
-        edges = np.append(self._offsets[first:last], after)
-        sizes = self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
-        is_inside = 0 <= edges[0] <= edges[-1] <= self._size and (sizes >= 0).all()
-        self._check(is_inside and (np.diff(edges) == sizes).all(), what)
-        return list(pairwise((edges[bounds - first] // self.dtype.itemsize).tolist()))
-
-    def _array(self, kind: str, at: int, count: int) -> np.ndarray:
-        return np.memmap(self._path, kind, "r", _MEGATRON_HEAD.size + at, (count,))
-
-    def _check(self, fits: object, otherwise: str) -> None:
-        if not fits:
-            raise InputError(
-                f"{self._path} does not fit the {self._size:,} bytes of its .bin: {otherwise}; copy "
-                "both files again"
-            )
+    While it is read, each of its sequences takes 60 bytes.
+    """
+    with opened(index) as file:
+        head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b"\0")
+        num_bytes = file.seek(0, 2)
+    magic, version, code, count, num_bounds = _MEGATRON_HEAD.unpack(head)
+    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
+        raise InputError(
+            f"{index} begins with {magic!r}, version {version}, dtype {code}, not {_MEGATRON!r}, 1 and "
+            f"a dtype of whole numbers ({some_of(_MEGATRON_DTYPES)}): write it again with "
+            "Megatron-LM, or remove it to read its .bin as a stream"
+        )
+    dtype, at = np.dtype(_MEGATRON_DTYPES[code]), _MEGATRON_HEAD.size
+    if num_bytes == at + 12 * count + 8 * num_bounds and count and num_bounds > 1:
+        sizes = np.fromfile(index, "<i4", count, offset=at) * np.int64(dtype.itemsize)
+        starts = np.fromfile(index, "<i8", count, offset=at + 4 * count)
+        bounds = np.fromfile(index, "<i8", num_bounds, offset=at + 12 * count)
+        edges = np.append(starts, size)
+        is_tiled = edges[0] == 0 and sizes.min() >= 0 and np.array_equal(np.diff(edges), sizes)
+        is_sorted = np.array_equal(bounds, np.sort(bounds.clip(0, count)))
+        if is_tiled and is_sorted and bounds[0] == 0 and bounds[-1] == count:
+            return _Layout(dtype, size, edges=edges[bounds] // dtype.itemsize)
+    raise InputError(
+        f"{index} of {num_bytes:,} bytes does not fit the {size:,} bytes of its .bin: copy both again"
+    )

@@ -22,7 +22,6 @@ Cost: the check takes about 0.1 s for 8,000 ids and 1 s for 50,000, once per pro
 import json
 import re
 import unicodedata
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -114,8 +113,6 @@ class FastEncoder:
         )
         ids = [vocab[token] for token in tokens]
         self._ids = np.array(ids, dtype=token_dtype(1 + max(ids)))
-        self.bytes_of = defaultdict(bytes, zip(ids, tokens, strict=True))
-        """The bytes of each id; special tokens have none."""
 
     def encode(self, text: str) -> np.ndarray | None:
         """Returns the ids of `text`, 1-D of `token_dtype`; None if `tokenizers` must encode it.
@@ -128,10 +125,6 @@ class FastEncoder:
             return None
         ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         return self._ids.take(ranks)
-
-    def decode(self, ids: list[int]) -> str:
-        """Decodes ids as `tokenizers` does for byte-level BPE, several times as fast."""
-        return b"".join(map(self.bytes_of.__getitem__, ids)).decode(errors="replace")
 
 
 def fast_encoder(text_json: str) -> FastEncoder:
@@ -146,9 +139,7 @@ def fast_encoder(text_json: str) -> FastEncoder:
     vocab, merges = _bytes_of(described["model"])
     _check_last_steps(merges)
     encoder = FastEncoder(merges, pattern, vocab)
-    added = [one for one in described["added_tokens"] if not one["special"]]
-    encoder.searched = [one["content"] for one in added]
-    encoder.bytes_of |= {one["id"]: library.decode([one["id"]]).encode() for one in added}
+    encoder.searched = [one["content"] for one in described["added_tokens"] if not one["special"]]
     _check_sample(library, encoder, vocab)
     return encoder
 

@@ -68,7 +68,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
         self._fast = _proven_encoder(text_json)
-        self._is_byte_level = (described["decoder"] or {}).get("type") == "ByteLevel"
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -89,8 +88,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decodes ids to text, without special tokens."""
         plain = np.asarray(ids, dtype=np.int64).tolist()
-        if self._fast is not None and self._is_byte_level:
-            return self._fast.decode(plain)
         return self._library.decode(plain, skip_special_tokens=True)
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:

@@ -28,8 +28,7 @@ from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 RECORDED = Path(__file__).parents[2] / "recorded/tokens"
 TEXTS = (RECORDED / "texts.txt").read_text().split("\n")[:-1]
-IDS = [[*text.encode(), 256] for text in TEXTS]
-STREAM = np.concatenate(IDS)
+STREAM = np.concatenate([[*text.encode(), 256] for text in TEXTS])
 
 
 def _config(*names: object, **options) -> PrepareConfig:
@@ -52,7 +51,6 @@ def files(tmp_path) -> Path:
     folder = Path(shutil.copytree(RECORDED, tmp_path / "files"))
     np.save(folder / "stream.npy", STREAM)
     np.save(folder / "stream32.npy", STREAM.astype(">i4"))
-    STREAM.astype(np.uint32).tofile(folder / "wide.bin")
     return folder
 
 
@@ -60,7 +58,7 @@ def files(tmp_path) -> Path:
     "name",
     [
         *("megatron.bin", "megatron32.idx", "llm_c.bin", "llm_c_llama.bin", "nanogpt.bin"),
-        *("dataset", "stream.npy", "stream32.npy", "wide.bin?dtype=uint32"),
+        *("dataset", "stream.npy", "stream32.npy"),
     ],
 )
 def test_recorded_files_give_the_rows_of_their_text(files, tmp_path, name):
@@ -121,14 +119,9 @@ def test_a_mixture_of_ids_and_text_of_bpe_is_that_of_text(prepared, corpus, tmp_
 
 
 def test_a_preparation_that_is_stopped_anywhere_goes_on_to_the_same_bytes(files, tmp_path):
-    text = write_jsonl(tmp_path / "text.jsonl", sentences(1, 6))
-    ids = [number for one in sentences(3, 4) for number in (*one.encode(), 256)]
-    np.array(ids, np.uint16).tofile(tmp_path / "b.bin")
+    text = str(write_jsonl(tmp_path / "text.jsonl", sentences(1, 6)))
     config = PrepareConfig(
-        sources=(
-            SourceConfig(name="a", input=(f"tokens:{files}/megatron.bin",)),
-            SourceConfig(name="b", input=(f"tokens:{tmp_path}/b.bin", str(text))),
-        ),
+        input=(f"tokens:{files}/megatron.bin", text),
         tokenizer="bytes",
         split_bytes=300,
         segment_tokens=300,
@@ -181,14 +174,14 @@ def test_another_index_is_another_input_and_another_name_is_not(files, tmp_path,
         prepare(_config("megatron.bin"), tmp_path / "d")
 
 
-def _index(*, magic: bytes = b"MMIDIDX\0\0", code: int = 8, offset: int = 0, more: bytes = b""):
+def _index(*, magic=b"MMIDIDX\0\0", code=8, count=1, length=2, offset=0, bounds=(0, 1), more=b""):
     """Returns the index of one document of two ids."""
-    head = struct.pack("<9sQBQQ", magic, 1, code, 1, 2)
-    return head + struct.pack("<iqqq", 2, offset, 0, 1) + more
+    head = struct.pack("<9sQBQQ", magic, 1, code, count, len(bounds))
+    return head + struct.pack(f"<iq{len(bounds)}q", length, offset, *bounds) + more
 
 
-def _llm_c(*header: int, ids: bytes = b"abcd") -> bytes:
-    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + ids
+def _llm_c(*header: int) -> bytes:
+    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + b"abcd"
 
 
 def _npy(values: object, dtype: str) -> bytes:
@@ -197,53 +190,61 @@ def _npy(values: object, dtype: str) -> bytes:
     return file.getvalue()
 
 
-BAD = {
-    "empty": ("a.bin", b"", "a.bin is empty"),
-    "odd": (
-        "a.bin",
-        b"abc",
-        "3 bytes are no whole number of them: copy it again, or name their width",
-    ),
-    "uint32 as uint16": (
-        "a.bin",
-        STREAM.astype("<u4").tobytes(),
-        "every second one is 0: .*dtype=TYPE",
-    ),
-    "beyond": ("a.bin", b"\1\0\1\1", "a.bin: id 1 is 257, but the tokenizer has the ids 0 to 256"),
-    "negative": ("a.npy", _npy([[1, 2], [3, -100]], "int64"), "a.npy: id 3 is -100, but"),
-    "llm.c cut": ("a.bin", _llm_c(20240520, 1, 3), "3 ids. and 4 bytes of ids"),
-    "llm.c magic": ("a.bin", _llm_c(20240521, 1, 2), "magic 20240521, version 1"),
-    "llm.c version": ("a.bin", _llm_c(20240801, 1, 1), "magic 20240801, version 1"),
-    "npy of fractions": ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
-    "npy of three axes": ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
-    "npy of objects": ("a.npy", _npy([{}], "object"), "no whole .npy file"),
-    "npy cut": ("a.npy", _npy([1, 2], "int64")[:-1], "no whole .npy file"),
-    "npy too long": ("a.npy", _npy([1, 2], "int64") + b"a", "has 145 bytes for int64 of shape"),
-    "npy without ids": ("a.npy", _npy([], "int64"), r"for int64 of shape .0,."),
-    "index magic": ("a.idx", _index(magic=b"TNTIDX\0\0"), "begins with b'TNTIDX"),
-    "index of fractions": ("a.idx", _index(code=7), "version 1, dtype 7, not"),
-    "index cut": ("a.idx", _index()[:-1], "does not fit the 4 bytes of its .bin: it has 61 bytes"),
-    "index with modes": ("a.idx", _index(more=b"\0"), "a mode per sequence: multimodal"),
-    "index outside": ("a.idx", _index(offset=2), "does not fit .* documents 0 to 1 lie elsewhere"),
-    "index of another width": ("a.idx", _index(code=4), "documents 0 to 1 lie elsewhere"),
-    "two splits": ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
-    "lost file": (
-        "state.json",
-        b'{"_data_files": [{"filename": "b.arrow"}]}',
-        "b.arrow. does not exist",
-    ),
-    "files elsewhere": (
-        "state.json",
-        b'{"_data_files": [{"filename": "/b.arrow"}]}',
-        "files elsewhere",
-    ),
-    "list of files": ("state.json", b"[]", "lists no files"),
-}
+def _arrow(**columns: object) -> bytes:
+    file, table = io.BytesIO(), pa.table(columns)
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
-    name, content, words = BAD[case]
+def _saved(name: str) -> bytes:
+    return b'{"_data_files": [{"filename": "%b"}]}' % name.encode()
+
+
+BAD = [
+    ("a.bin", b"", "a.bin is empty"),
+    ("a.bin", STREAM.astype("<u4").tobytes(), "every second one is 0: .*numpy.save"),
+    ("a.bin", b"\1\0\1\1", "a.bin: id 1 is 257, but the tokenizer has the ids 0 to 256"),
+    ("a.npy", _npy([[1, 2], [3, -100]], "int64"), "a.npy: id 3 is -100, but"),
+    ("a.npy", _npy([2**64 - 1], "uint64"), "a.npy: id 0 is 18446744073709551615, but"),
+    ("a.bin", _llm_c(20240520, 1, 3), "version 1, 3 ids of uint16. and 4 bytes"),
+    ("a.bin", _llm_c(20240801, 1, 1), "version 1, 1 ids of uint32.* must be version 7"),
+    ("a.bin", _llm_c(20240520, 1, 2)[:90], "2 ids of uint16. and 0 bytes"),
+    ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
+    ("a.npy", _npy([[[1]]], "int64"), r"for int64 of shape \(1, 1, 1\)"),
+    ("a.npy", _npy([{}], "object"), "no whole .npy file"),
+    ("a.npy", _npy([1, 2], "int64")[:-1], "no whole .npy file"),
+    ("a.npy", _npy([1, 2], "int64") + b"a", "has 145 bytes for int64 of shape"),
+    ("a.npy", _npy([], "int64"), r"for int64 of shape .0,."),
+    ("a.idx", _index(magic=b"TNTIDX\0\0"), "begins with b'TNTIDX"),
+    ("a.idx", _index(code=7), "version 1, dtype 7, not"),
+    ("a.idx", _index()[:-1], "of 61 bytes does not fit the 4 bytes of its .bin"),
+    ("a.idx", _index(more=b"\0"), "of 63 bytes does not fit"),
+    ("a.idx", _index(count=2**63), "of 62 bytes does not fit"),
+    ("a.idx", _index(offset=2), "does not fit the 4 bytes"),
+    ("a.idx", _index(offset=2, length=1), "does not fit the 4 bytes"),
+    ("a.idx", _index(offset=-4, length=4), "does not fit the 4 bytes"),
+    ("a.idx", _index(bounds=(0, 0)), "does not fit the 4 bytes"),
+    ("a.idx", _index(bounds=(0, 1, 0, 1)), "does not fit the 4 bytes"),
+    ("a.idx", _index(bounds=(0, 2**63 - 1, -(2**63), -1, 1)), "does not fit the 4 bytes"),
+    ("a.idx", _index(code=4), "does not fit the 4 bytes"),
+    ("a.arrow", _arrow(text=["a"]), "no column 'input_ids' .* columns are 'text' .string"),
+    ("a.arrow", _arrow(input_ids=[1]), "columns are 'input_ids' .int64"),
+    ("a.arrow", _arrow(input_ids=[[0.5]]), "columns are 'input_ids' .list<item: double>"),
+    ("a.arrow", _arrow(input_ids=[[1], None]), "has nulls"),
+    ("a.arrow", _arrow(input_ids=[[1, None]]), "has nulls"),
+    ("a.arrow", _arrow(input_ids=[[1]], attention_mask=[[None]]), "has nulls"),
+    ("a.arrow", _arrow(input_ids=[[1], [2, 257]]), r"a.arrow.0:1., row 1: id 1 is 257"),
+    ("dataset_dict.json", b"{}", "several splits: name one, such as tokens:.*/train"),
+    ("state.json", _saved("b.arrow"), "b.arrow. does not exist"),
+    ("state.json", _saved("/b.arrow"), "lists /b.arrow, not .arrow files"),
+    ("state.json", _saved(".."), "lists .., not .arrow files"),
+    ("state.json", b"[]", "lists nothing, not .arrow files"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BAD, ids=[words for *_, words in BAD])
+def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, name, content, words):
     (tmp_path / "in").mkdir()
     if name == "a.idx":
         (tmp_path / "in/a.bin").write_bytes(b"a\0b\0")
@@ -252,25 +253,6 @@ def test_a_bad_file_is_one_sentence_and_nothing_is_published(tmp_path, case):
     with pytest.raises(InputError, match=words):
         prepare(_config(named), tmp_path / "d")
     assert not is_prepared(tmp_path / "d")
-
-
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"text": ["a"]}, "no column 'input_ids' .* columns are 'text' .string"),
-        ({"input_ids": [1]}, "columns are 'input_ids' .int64"),
-        ({"input_ids": [[0.5]]}, "columns are 'input_ids' .list<item: double>"),
-        ({"input_ids": [[1], None]}, "has nulls"),
-        ({"input_ids": [[1, None]]}, "has nulls"),
-        ({"input_ids": [[1], [2, 257]]}, r"a.arrow.0:1., row 1: id 1 is 257"),
-    ],
-)
-def test_a_dataset_without_ids_is_one_sentence(tmp_path, columns, words):
-    table = pa.table(columns)
-    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(InputError, match=words):
-        prepare(_config(tmp_path / "a.arrow"), tmp_path / "d")
 
 
 def test_padding_of_a_dataset_is_left_out(tmp_path):

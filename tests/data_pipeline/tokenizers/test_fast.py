@@ -81,13 +81,6 @@ def test_any_text_has_the_same_ids(text):
     _same([text])
 
 
-@settings(max_examples=300, deadline=None)
-@given(ids=st.lists(st.integers(0, 260) | st.integers(0, 2999), max_size=40))
-def test_any_ids_have_the_same_text(ids):
-    """Also halves of characters, and ends of documents."""
-    assert bpe().decode(ids) == library_bpe().decode(ids)
-
-
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), vocab_size=st.integers(257, 600))
 def test_every_trained_tokenizer_is_proven(seed, vocab_size):
@@ -264,10 +257,7 @@ def test_texts_with_an_added_token_are_left_to_the_library():
     """Tokens that are not special are searched for; DeepSeek's and Qwen's have some."""
     text_json = _library(lambda one: one.add_tokens(["<think>", "b c"]))
     texts = ["<think>ab", "ab c", "ab", "ab c " * 20_000, f"{'ab ' * 30_000}<think>"]
-    library = by_library(text_json)
-    _alike(found := HuggingFaceTokenizer(text_json), library, texts)
-    ids = [*range(found.vocab_size), *reversed(range(found.vocab_size))]
-    assert found.decode(ids) == library.decode(ids)
+    _alike(found := HuggingFaceTokenizer(text_json), by_library(text_json), texts)
     assert found._fast is not None
     assert found._fast.encode("<think") is not None
     assert found._fast.encode("a<think>") is None
