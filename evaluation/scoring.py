@@ -39,7 +39,6 @@ from .restore import Restored
 
 _GPU_PASS_TOKENS = 2**13  # tokens that a GPU computes in the time of launching a pass
 _LOGITS = 2**21  # in memory at a time, in float64
-_FIRST_ROW = RowBatch(((0, (0,)),), 0)  # one pass
 _Read = TypeVar("_Read")
 
 
@@ -54,6 +53,16 @@ class RowScore:
         """Returns the log-probability of the last `num_scored` tokens; None: of all scored ones."""
         count = len(self.log_probability_S) if num_scored is None else num_scored
         return float(self.log_probability_S[-count:].sum())
+
+
+class NotFiniteError(ValueError):
+    """Reports weights from which nothing can be predicted; on all ranks that share a model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's log-probabilities are not finite because its weights hold inf or nan; "
+            "take an earlier checkpoint (--step)"
+        )
 
 
 Advance = Callable[[int], None]
@@ -100,18 +109,19 @@ class Scorer:
             advance: called with finished rows, of this rank and about as many of each other rank.
 
         Raises:
-            ValueError: on all ranks: a log-probability is not finite.
+            NotFiniteError: a log-probability is not finite; on all ranks.
         """
         found: dict[tuple[int, int], RowScore] = {}
         batches = list(self._batches(families))
-        spare = self._spare_passes(batches)
+        first = next((f for f, family in enumerate(families) if family), 0)
+        spare = [RowBatch(((first, (0,)),), 0)] * self._spare_passes(batches)
         for batch in batches:
             scores = self._score_any(families, batch, draw)
             found.update(zip(batch.rows, scores, strict=True))
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
-        for _ in range(spare):
-            self._score_any(families, _FIRST_ROW, draw)
+        for batch in spare:
+            self._score_any(families, batch, draw)
         found = self._from_all_ranks(found)
         _check_finite(found.values())
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
@@ -239,10 +249,7 @@ class Scorer:
 
 def _check_finite(scores: Iterable[RowScore]) -> None:
     if not all(np.isfinite(score.log_probability_S).all() for score in scores):
-        raise ValueError(
-            "the model's log-probabilities are not finite because its weights hold inf or nan; "
-            "take an earlier checkpoint (--step)"
-        )
+        raise NotFiniteError
 
 
 def open_scorer(restored: Restored, process: Process | None = None, *, seed: int = 0) -> Scorer:

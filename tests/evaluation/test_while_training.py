@@ -1,31 +1,38 @@
 """Scores and samples while a run trains: those of the commands, with no trace in the run."""
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family import tiny_config
 from pairwise import slow_but
 from parts import make_config
 from small_model import MODEL
 from torch import Tensor
 from trained import column, different, lines
-from world import run_ranks
+from world import RankFailed, run_ranks
 
 import moebius
-from moebius.distributed.checkpoint.format import open_checkpoint, step_name
+from moebius.data_pipeline.errors import ShardError
+from moebius.distributed.checkpoint.format import find_checkpoint, open_checkpoint, step_name
 from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.process.process import start_process
+from moebius.evaluation import restore as restoring
 from moebius.evaluation import while_training
-from moebius.evaluation.restore import restore
+from moebius.evaluation.group_context import GroupContextText
+from moebius.evaluation.tasks.items import TaskItems, read_items
+from moebius.evaluation.tasks.task import TaskError
 from moebius.evaluation.text import write_text
 from moebius.evaluation.while_training import Examiner, check_evaluation
 from moebius.evaluation.zero_shot import measure_tasks
 from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train.config.run_config import Config
-from moebius.train.hooks import HOOKS, save_checkpoint
+from moebius.train.hooks import HOOKS, save_checkpoint, score_and_sample
 from moebius.train.record.heartbeat import FOLDER, Phase, page_of, read_page
 
 PROMPT, ITEMS = "the band", 3
@@ -132,9 +139,17 @@ def test_they_are_those_of_the_commands_and_leave_no_trace(
             assert score[task.name] == next(iter(task.metrics.values())).value
         assert score["items"] == sum(task.items for task in report.tasks) == 6
         with start_process("cpu") as process:
-            restored = restore(run, process, step=score["step"])
+            restored = restoring.restore(run, process, step=score["step"])
         text = "".join(write_text(restored, PROMPT, **SAMPLING))
         assert (sample["prompt"], PROMPT + sample["text"]) == (PROMPT, text)
+
+
+def step_restored(run: Path) -> int:
+    """Returns the step of a run that saves another checkpoint before rank 1 looks."""
+    with start_process("cpu", timeout_s=60) as process:
+        if process.rank == 1:
+            restoring.find_checkpoint = lambda path, step: find_checkpoint(path, 2)
+        return restoring.restore(run, process).step
 
 
 class Killed(Exception):
@@ -171,14 +186,71 @@ def test_a_killed_run_has_each_once(
         )
     assert found[0] == found[1]
     assert [record["step"] for record in found[1]] == [2, 2, 4, 4, 6, 6]
+    assert run_ranks(step_restored, 2, tmp_path / "whole") == [6, 6]
 
 
-def test_a_file_that_is_gone_ends_no_run(
-    mixture_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def gone(*_given: Any) -> None:
+    raise TaskError("it is gone here")
+
+
+def fewer(name: str, task: Any, place: str, encoder: Any, _limit: int) -> TaskItems:
+    return read_items(name, task, place, encoder, 1)
+
+
+def lost(*_given: Any, **_named: Any) -> None:
+    raise ShardError("a page is lost")
+
+
+def broken(run: Any, _result: Any) -> None:
+    if run.progress.step == 4:
+        torch.nn.init.constant_(run.model.head.weight, torch.nan)
+
+
+def troubled(config: Config, run_dir: Path, trouble: Any) -> list[str]:
+    """Trains with a trouble of rank 1, or with broken weights; returns this rank's warnings."""
+    said, hooks = list[str](), list(HOOKS)
+    while_training.logger.warning = lambda text, *words: said.append(text % words)
+    if trouble is broken:
+        hooks.insert(hooks.index(score_and_sample), broken)
+        loop.HOOKS = tuple(hooks)
+    elif trouble and os.environ["RANK"] == "1":
+        where, name = (
+            (GroupContextText, "draw") if trouble is lost else (while_training, "read_items")
+        )
+        setattr(where, name, trouble)
+    trained(config, run_dir)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        pytest.param(None, "'arc_easy' has no file", marks=pytest.mark.slow),
+        (gone, "it is gone here"),
+        pytest.param(fewer, "the ranks differ in the items of evaluate", marks=pytest.mark.slow),
+        (broken, "log-probabilities are not finite"),
+    ],
+)
+def test_what_no_rank_can_do_ends_no_run(
+    trouble: Any, message: str, mixture_folder: Path, tasks: Path, tmp_path: Path
 ) -> None:
-    trained(config_of(mixture_folder, tmp_path), tmp_path / "run")
-    assert "step 4 was not evaluated" in caplog.text
+    changes = {"evaluate": {"every": 2, "prompts": [PROMPT]}} if trouble is broken else {}
+    folder = tasks if trouble else tmp_path
+    config = config_of(mixture_folder, folder, model=MODEL, mesh__ep=2, **changes)
+    said, nothing = run_ranks(troubled, 2, config, tmp_path / "run", trouble)
+    assert re.match(f"step 4 was not evaluated: .*{message}", said[-1], re.DOTALL), said
+    assert (len(said), nothing) == (1 if trouble is broken else 2, [])
     assert [line["state"] for line in lines(tmp_path / "run", "end")] == ["finished"]
+
+
+@pytest.mark.slow
+def test_what_one_rank_meets_between_passes_ends_it(
+    mixture_folder: Path, tasks: Path, tmp_path: Path
+) -> None:
+    world, model, settings = RUNS["scheduled"]
+    config = config_of(mixture_folder, tasks, model=model, **settings)
+    with pytest.raises(RankFailed, match="a page is lost"):
+        run_ranks(troubled, world, config, tmp_path / "run", lost)
 
 
 CAPACITY = tiny_config("x_moe_torchscale", {"vocab_size": 257})  # places go by position
