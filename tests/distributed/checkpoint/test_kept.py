@@ -1,5 +1,6 @@
 """Which checkpoints stay, here and in the second place, what says so, and what RUN@best means."""
 
+import math
 import shutil
 import threading
 from pathlib import Path
@@ -48,6 +49,7 @@ RULES: dict[str, tuple[dict[str, Any], list[tuple[int, Any]], list[int]]] = {
     "measured again after going back": ({}, [(1, 3.0), (2, 2.0), (3, 4.0), (2, 2.0)], [2, 3]),
     "one not measured is no best": ({}, [(1, None), (2, 3.0), (3, None), (4, None)], [2, 4]),
     "nor is what is no score": ({}, [(1, True), (2, "1"), (3, [1]), (4, 9.0), (5, {})], [4, 5]),
+    "nor what is not finite": ({}, [(1, -math.inf), (2, 9.0), (3, math.nan), (4, None)], [2, 4]),
     "multiples": ({"keep_every": 2}, [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [1, 2, 4, 5]),
     "an accuracy": ({"keep_best": "piqa"}, [(1, 0.5), (2, 0.9), (3, 0.7)], [2, 3]),
     "as before": ({"keep_best": None, "keep_last": 2}, [(1, 0.5), (2, 0.9), (3, 0.7)], [2, 3]),
