@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.read.given import given_rows
@@ -15,6 +17,7 @@ from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import find_checkpoint
 from ..distributed.checkpoint.loading import Weights, load
 from ..distributed.checkpoint.source import SOURCE_FILES
+from ..distributed.checkpoint.together import gathered
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
@@ -60,7 +63,9 @@ def restore(
         ValueError: the run or the checkpoint does not exist or has no average, its data's folder was prepared with
             another tokenizer, or the model cannot have that many depth steps.
     """
-    checkpoint = find_checkpoint(run_dir, step)
+    group = dist.group.WORLD if process.world_size > 1 else None
+    # a run that saves meanwhile has another newest or best one for the next rank
+    checkpoint = Path(gathered(group, lambda: str(find_checkpoint(run_dir, step)))[0])
     config = config_of(checkpoint)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))
