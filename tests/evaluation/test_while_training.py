@@ -32,6 +32,7 @@ from moebius.evaluation.zero_shot import measure_tasks
 from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train.config.run_config import Config
+from moebius.train.config.train_config import EvaluateConfig
 from moebius.train.hooks import HOOKS, save_checkpoint, score_and_sample
 from moebius.train.record.heartbeat import FOLDER, Phase, page_of, read_page
 
@@ -251,6 +252,11 @@ def test_what_one_rank_meets_between_passes_ends_it(
     config = config_of(mixture_folder, tasks, model=model, **settings)
     with pytest.raises(RankFailed, match="a page is lost"):
         run_ranks(troubled, world, config, tmp_path / "run", lost)
+
+
+@pytest.mark.parametrize("names", ["piqa,copa", "[piqa, copa]", ["piqa", "copa"]])
+def test_tasks_that_are_only_named_are_published_sets(names: Any) -> None:
+    assert EvaluateConfig(every=1, tasks=names).tasks == {"piqa": "hub", "copa": "hub"}
 
 
 CAPACITY = tiny_config("x_moe_torchscale", {"vocab_size": 257})  # places go by position
