@@ -33,11 +33,8 @@ from .zero_shot import encoder_of, first_score, has_data
 
 logger = logging.getLogger(__name__)
 
-_SAMPLING: dict[str, Any] = {
-    "num_tokens": 100,
-    "temperature": 0.8,
-    "seed": 0,
-}  # of `moebius eval --prompt`
+# of `moebius eval --prompt`
+_SAMPLING: dict[str, Any] = {"num_tokens": 100, "temperature": 0.8, "seed": 0}
 
 
 class Examiner:
