@@ -147,9 +147,11 @@ def test_they_are_those_of_the_commands_and_leave_no_trace(
 
 def step_restored(run: Path) -> int:
     """Returns the step of a run that saves another checkpoint before rank 1 looks."""
-    with start_process("cpu", timeout_s=60) as process:
+    with start_process("cpu", timeout_s=60) as process, pytest.MonkeyPatch.context() as patch:
         if process.rank == 1:
-            restoring.find_checkpoint = lambda path, step: find_checkpoint(path, 2)
+            patch.setattr(
+                restoring, "find_checkpoint", lambda path, _step: find_checkpoint(path, 2)
+            )
         return restoring.restore(run, process).step
 
 
@@ -209,17 +211,18 @@ def broken(run: Any, _result: Any) -> None:
 
 def troubled(config: Config, run_dir: Path, trouble: Any) -> list[str]:
     """Trains with a trouble of rank 1, or with broken weights; returns this rank's warnings."""
-    said, hooks = list[str](), list(HOOKS)
-    while_training.logger.warning = lambda text, *words: said.append(text % words)
-    if trouble is broken:
-        hooks.insert(hooks.index(score_and_sample), broken)
-        loop.HOOKS = tuple(hooks)
-    elif trouble and os.environ["RANK"] == "1":
-        where, name = (
-            (GroupContextText, "draw") if trouble is lost else (while_training, "read_items")
+    said, at = list[str](), HOOKS.index(score_and_sample)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            while_training.logger, "warning", lambda text, *words: said.append(text % words)
         )
-        setattr(where, name, trouble)
-    trained(config, run_dir)
+        if trouble is broken:
+            patch.setattr(loop, "HOOKS", (*HOOKS[:at], broken, *HOOKS[at:]))
+        elif trouble is lost and os.environ["RANK"] == "1":
+            patch.setattr(GroupContextText, "draw", lost)
+        elif trouble and os.environ["RANK"] == "1":
+            patch.setattr(while_training, "read_items", trouble)
+        trained(config, run_dir)
     return said
 
 
