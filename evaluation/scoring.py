@@ -115,13 +115,14 @@ class Scorer:
         batches = list(self._batches(families))
         first = next((f for f, family in enumerate(families) if family), 0)
         spare = [RowBatch(((first, (0,)),), 0)] * self._spare_passes(batches)
+        score = self._score_alone if self._is_alone else self._score_batch
         for batch in batches:
-            scores = self._score_any(families, batch, draw)
+            scores = score(families, batch, draw)
             found.update(zip(batch.rows, scores, strict=True))
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
         for batch in spare:
-            self._score_any(families, batch, draw)
+            score(families, batch, draw)
         found = self._from_all_ranks(found)
         _check_finite(found.values())
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
@@ -134,11 +135,6 @@ class Scorer:
         assert dist.group.WORLD is not None
         return max(all_gather_json(own, dist.group.WORLD)) - own
 
-    def _score_any(self, families: Sequence[Family], batch: RowBatch, draw: int) -> list[RowScore]:
-        if self._is_alone:
-            return [self._score_alone(families, place, draw) for place in batch.rows]
-        return self._score_batch(families, batch)
-
     def _batches(self, families: Sequence[Family]) -> Iterator[RowBatch]:
         if self._is_alone:
             return rows_alone(families, self._rank, self._num_ranks)
@@ -150,7 +146,9 @@ class Scorer:
             pass_tokens=PASS_TOKENS if on_cpu else _GPU_PASS_TOKENS,
         )
 
-    def _score_batch(self, families: Sequence[Family], batch: RowBatch) -> list[RowScore]:
+    def _score_batch(
+        self, families: Sequence[Family], batch: RowBatch, _draw: int
+    ) -> list[RowScore]:
         rows = [families[f][r] for f, r in batch.rows]
         cache, past = None, batch.prefix
         if past:
@@ -174,16 +172,17 @@ class Scorer:
         return self._run(self._tensor(padded), cache, read)
 
     def _score_alone(
-        self, families: Sequence[Family], place: tuple[int, int], draw: int
-    ) -> RowScore:
-        """Scores one row without padding, in a group context if the model needs one."""
+        self, families: Sequence[Family], batch: RowBatch, draw: int
+    ) -> list[RowScore]:
+        """Scores a batch's only row without padding, in a group context if the model needs one."""
+        (place,) = batch.rows
         row = families[place[0]][place[1]]
         request_S = self._tensor([row.tokens[:-1]])[0]
         group_BS, number = drawn_group(self._model, request_S, self.text, key=(*place, draw))
         return self._run(
             group_BS,
             None,
-            lambda hidden_BSD: self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0],
+            lambda hidden_BSD: self._read_out([hidden_BSD[number, -row.num_scored :]], [row]),
         )
 
     def _run(
