@@ -121,8 +121,9 @@ def scores_of(
         except FileNotFoundError:  # it is incomplete, or was deleted meanwhile
             continue
         except (OSError, ValueError):
-            score = math.nan
-        if isinstance(score, float):
+            scores[name] = math.nan
+            continue
+        if isinstance(score, float) and math.isfinite(score):
             scores[name] = score
     return scores
 

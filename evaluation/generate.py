@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..model.transformer import Transformer
 from .group_context import group_context_size, in_group_context
+from .scoring import NotFiniteError
 
 COLDEST = 1e-30  # a lower temperature would overflow float32 logits
 
@@ -41,8 +42,8 @@ def generate(
             ones (`Transformer.new_cache`). None: all.
 
     Raises:
-        ValueError: the prompt is empty, the temperature or the group context is invalid, or the
-            model reads whole sequences.
+        ValueError: the prompt is empty, the temperature or the group context is invalid, the model
+            reads whole sequences, or its weights hold inf or nan.
     """
     if prompt_S.numel() == 0:
         raise ValueError("the prompt is empty; generation needs at least one token")
@@ -54,6 +55,8 @@ def generate(
         beside_MS = None if context_MS is None else context_MS[:, seen : seen + len(new_S)]
         new_BS, row = in_group_context(new_S, beside_MS, key=(seed,))
         logits_V = model(new_BS, cache).logits_BSV[row, -1]
+        if not logits_V.max().isfinite():  # nan is the greatest
+            raise NotFiniteError
         if temperature < COLDEST:
             token = logits_V.argmax()
         else:

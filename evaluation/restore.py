@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+import torch.distributed as dist
+
 from ..data_pipeline.errors import InputError
 from ..data_pipeline.manifest import is_prepared
 from ..data_pipeline.read.given import given_rows
@@ -16,6 +18,7 @@ from ..data_pipeline.words import run_and_step
 from ..distributed.checkpoint.format import Weights, find_checkpoint
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.source import SOURCE_FILES
+from ..distributed.checkpoint.together import gathered
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
@@ -76,7 +79,9 @@ def restore(
     if isinstance(run_dir, Restored):
         run_dir.model.eval()
         return run_dir
-    checkpoint = find_checkpoint(run_dir, step)
+    group = dist.group.WORLD if process.world_size > 1 else None
+    # a run that saves meanwhile has another newest or best one for the next rank
+    checkpoint = Path(gathered(group, lambda: str(find_checkpoint(run_dir, step)))[0])
     config = config_of(checkpoint)
     if loops is not None:
         depth_steps = len(config.model.schedule_of(loops))

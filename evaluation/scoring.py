@@ -39,7 +39,6 @@ from .restore import Restored
 
 _GPU_PASS_TOKENS = 2**13  # tokens that a GPU computes in the time of launching a pass
 _LOGITS = 2**21  # in memory at a time, in float64
-_FIRST_ROW = RowBatch(((0, (0,)),), 0)  # one pass
 _Read = TypeVar("_Read")
 
 
@@ -54,6 +53,16 @@ class RowScore:
         """Returns the log-probability of the last `num_scored` tokens; None: of all scored ones."""
         count = len(self.log_probability_S) if num_scored is None else num_scored
         return float(self.log_probability_S[-count:].sum())
+
+
+class NotFiniteError(ValueError):
+    """Reports weights from which nothing can be predicted; on all ranks that share a model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's log-probabilities are not finite because its weights hold inf or nan; "
+            "take an earlier checkpoint (--step)"
+        )
 
 
 Advance = Callable[[int], None]
@@ -100,18 +109,20 @@ class Scorer:
             advance: called with finished rows, of this rank and about as many of each other rank.
 
         Raises:
-            ValueError: on all ranks: a log-probability is not finite.
+            NotFiniteError: a log-probability is not finite; on all ranks.
         """
         found: dict[tuple[int, int], RowScore] = {}
         batches = list(self._batches(families))
-        spare = self._spare_passes(batches)
+        first = next((f for f, family in enumerate(families) if family), 0)
+        spare = [RowBatch(((first, (0,)),), 0)] * self._spare_passes(batches)
+        score = self._score_alone if self._is_alone else self._score_batch
         for batch in batches:
-            scores = self._score_any(families, batch, draw)
+            scores = score(families, batch, draw)
             found.update(zip(batch.rows, scores, strict=True))
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
-        for _ in range(spare):
-            self._score_any(families, _FIRST_ROW, draw)
+        for batch in spare:
+            score(families, batch, draw)
         found = self._from_all_ranks(found)
         _check_finite(found.values())
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
@@ -124,11 +135,6 @@ class Scorer:
         assert dist.group.WORLD is not None
         return max(all_gather_json(own, dist.group.WORLD)) - own
 
-    def _score_any(self, families: Sequence[Family], batch: RowBatch, draw: int) -> list[RowScore]:
-        if self._is_alone:
-            return [self._score_alone(families, place, draw) for place in batch.rows]
-        return self._score_batch(families, batch)
-
     def _batches(self, families: Sequence[Family]) -> Iterator[RowBatch]:
         if self._is_alone:
             return rows_alone(families, self._rank, self._num_ranks)
@@ -140,7 +146,9 @@ class Scorer:
             pass_tokens=PASS_TOKENS if on_cpu else _GPU_PASS_TOKENS,
         )
 
-    def _score_batch(self, families: Sequence[Family], batch: RowBatch) -> list[RowScore]:
+    def _score_batch(
+        self, families: Sequence[Family], batch: RowBatch, _draw: int
+    ) -> list[RowScore]:
         rows = [families[f][r] for f, r in batch.rows]
         cache, past = None, batch.prefix
         if past:
@@ -164,16 +172,17 @@ class Scorer:
         return self._run(self._tensor(padded), cache, read)
 
     def _score_alone(
-        self, families: Sequence[Family], place: tuple[int, int], draw: int
-    ) -> RowScore:
-        """Scores one row without padding, in a group context if the model needs one."""
+        self, families: Sequence[Family], batch: RowBatch, draw: int
+    ) -> list[RowScore]:
+        """Scores a batch's only row without padding, in a group context if the model needs one."""
+        (place,) = batch.rows
         row = families[place[0]][place[1]]
         request_S = self._tensor([row.tokens[:-1]])[0]
         group_BS, number = drawn_group(self._model, request_S, self.text, key=(*place, draw))
         return self._run(
             group_BS,
             None,
-            lambda hidden_BSD: self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0],
+            lambda hidden_BSD: self._read_out([hidden_BSD[number, -row.num_scored :]], [row]),
         )
 
     def _run(
@@ -239,10 +248,7 @@ class Scorer:
 
 def _check_finite(scores: Iterable[RowScore]) -> None:
     if not all(np.isfinite(score.log_probability_S).all() for score in scores):
-        raise ValueError(
-            "the model's log-probabilities are not finite because its weights hold inf or nan; "
-            "take an earlier checkpoint (--step)"
-        )
+        raise NotFiniteError
 
 
 def open_scorer(restored: Restored, process: Process | None = None, *, seed: int = 0) -> Scorer:

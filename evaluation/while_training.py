@@ -5,6 +5,7 @@ every prompt. So experts and sharded weights are exchanged as in a step, and no 
 Cost: the passes of `moebius eval --tasks --limit`, shared by the ranks, and 100 for each prompt.
 """
 
+import hashlib
 import logging
 import time
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ..data_pipeline.manifest import is_prepared
+from ..distributed.checkpoint.format import CheckpointError
 from ..distributed.checkpoint.together import together
+from ..distributed.process.agreement import AgreementError
 from ..model.transformer import Transformer
 from ..plugins import nearest
 from ..train.config.run_config import Config, ConfigError
@@ -22,7 +25,7 @@ from ..train.record.heartbeat import Phase
 from ..train.run import OpenRun
 from .group_context import refuse_future_readers
 from .restore import Restored, refuse_pairs, tokenizer_of_run
-from .scoring import open_scorer
+from .scoring import NotFiniteError, open_scorer
 from .tasks.items import HUB, TaskItems, read_items, read_records
 from .tasks.table import TASKS
 from .text import write_text
@@ -30,11 +33,8 @@ from .zero_shot import encoder_of, first_score, has_data
 
 logger = logging.getLogger(__name__)
 
-_SAMPLING: dict[str, Any] = {
-    "num_tokens": 100,
-    "temperature": 0.8,
-    "seed": 0,
-}  # of `moebius eval --prompt`
+# of `moebius eval --prompt`
+_SAMPLING: dict[str, Any] = {"num_tokens": 100, "temperature": 0.8, "seed": 0}
 
 
 class Examiner:
@@ -46,7 +46,8 @@ class Examiner:
     def __call__(self, run: OpenRun) -> None:
         """Examines the model as it is. Collective.
 
-        What fails, for example because a task's file is gone, is a warning and does not end the run.
+        What fails on all ranks, for example because a task's file is gone, is a warning and does not end
+        the run. What fails between passes on one rank alone does, because the others wait for its next.
         """
         restored = Restored(run.model.eval(), run.config, run.progress.step)
         try:
@@ -55,7 +56,7 @@ class Examiner:
                     self._score(run, restored)
                 if run.config.evaluate.prompts:
                     _write(run, restored)
-        except ValueError as error:  # on all ranks
+        except (AgreementError, CheckpointError, NotFiniteError) as error:
             if run.process.rank == 0:
                 logger.warning("step %d was not evaluated: %s", restored.step, error)
         finally:
@@ -63,21 +64,23 @@ class Examiner:
 
     def _score(self, run: OpenRun, restored: Restored) -> None:
         began_s = time.monotonic()
-        self._items, scorer = together(
+        items, scorer = together(
             dist.group.WORLD,
             lambda: (self._items or _read_tasks(restored), open_scorer(restored, run.process)),
         )
+        run.process.agree("items of evaluate.tasks", {one.name: _digest(one) for one in items})
+        self._items = items
         scores = {
             one.name: first_score(one, scorer, lambda _rows: run.heartbeat.enter(Phase.EVAL))
-            for one in self._items
+            for one in items
         }
         run.state.measured |= scores
-        count, seconds = sum(len(one.questions) for one in self._items), time.monotonic() - began_s
+        count, seconds = sum(len(one.questions) for one in items), time.monotonic() - began_s
         run.log.write("scores", restored.step, **scores, items=count, seconds=round(seconds, 3))
 
 
 def _write(run: OpenRun, restored: Restored) -> None:
-    together(dist.group.WORLD, lambda: tokenizer_of_run(restored))  # else a rank would fail alone
+    together(dist.group.WORLD, lambda: _check_prompts(restored))  # else a rank would fail alone
     for prompt in run.config.evaluate.prompts:
         pieces = []
         for piece in write_text(restored, prompt, **_SAMPLING):
@@ -102,6 +105,11 @@ def _read_tasks(restored: Restored) -> list[TaskItems]:
     return items
 
 
+def _digest(items: TaskItems) -> str:
+    rows = [question.rows for question in items.questions]
+    return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
+
+
 def check_evaluation(config: Config) -> None:
     """Checks, before ranks start, that a run can do what `evaluate` asks for.
 
@@ -116,11 +124,10 @@ def check_evaluation(config: Config) -> None:
     with torch.device("meta"):  # shapes only
         restored = Restored(Transformer(config.model), config, 0)
     refuse_pairs(restored)
-    refuse_future_readers(restored.model, "be evaluated while it trains: set evaluate.every=0")
-    if is_prepared(config.data.directory):
+    refuse_future_readers(restored.model, "be evaluated while it trains: leave evaluate out")
+    if config.data.dataset or is_prepared(config.data.directory):
         _read_tasks(restored)
-        for prompt in config.evaluate.prompts:
-            _check_prompt(prompt, restored)
+        _check_prompts(restored)
 
 
 def _check_task(name: str, place: str) -> None:
@@ -138,14 +145,15 @@ def _check_task(name: str, place: str) -> None:
         next(read_records(place, name, TASKS[name]), None)
 
 
-def _check_prompt(prompt: str, restored: Restored) -> None:
-    config = restored.config
-    count, most = len(tokenizer_of_run(restored).encode_batch([prompt])[0]), config.data.seq_len
+def _check_prompts(restored: Restored) -> None:
+    config, tokenizer = restored.config, tokenizer_of_run(restored)
+    most = config.data.seq_len
     if (learned := config.model.attention.max_positions) is not None:
         most = min(most, learned - _SAMPLING["num_tokens"] + 1)
-    if not 1 <= count <= most:
-        raise ConfigError(
-            f"evaluate.prompts: {prompt!r:.60} has {count} tokens, and the model takes 1 to {most} "
-            f"(data.seq_len={config.data.seq_len}"
-            f"{'' if learned is None else f', {learned} learned positions'}): change it"
-        )
+    for prompt in config.evaluate.prompts:
+        if not 1 <= (count := len(tokenizer.encode_batch([prompt])[0])) <= most:
+            raise ConfigError(
+                f"evaluate.prompts: {prompt!r:.60} has {count} tokens, and the model takes 1 to {most} "
+                f"(data.seq_len={config.data.seq_len}"
+                f"{'' if learned is None else f', {learned} learned positions'}): change it"
+            )

@@ -244,13 +244,7 @@ def _judged(
 
 
 def first_score(items: TaskItems, scorer: Scorer, advance: Advance) -> float:
-    """Returns a task's first metric, an accuracy: the paper's, or the harness's acc; collective.
-
-    Args:
-        items: of the task.
-        scorer: of the model.
-        advance: called with finished rows.
-    """
+    """Returns a task's first metric, an accuracy: the paper's, or the harness's acc; collective."""
     judged = _judged(items, scorer, 1, lambda _name, _rows: advance)
     metric = items.task.metrics[0]
     return estimate(items.questions, judged, metric, drawn=False).value

@@ -119,7 +119,8 @@ def check_validation(config: Config) -> None:
     Raises:
         NothingToReadError: none does, or there is no row.
     """
-    if config.data.dataset and "validation" not in given_rows(config.data):
+    decides = config.checkpoint.keep_best == "validation"
+    if config.data.dataset and not decides and "validation" not in given_rows(config.data):
         return  # as the user wants it
     rows = read_rows(config, torch.device("cpu"), max_rows=config.train.eval_rows or None)
     if not any(some.asked_BS.any() for some in rows):

@@ -63,11 +63,9 @@ class CheckpointConfig(BaseModel):
     subfolder with the run's name."""
 
     def why_kept(self, names: Sequence[str], read: Callable[[str], bytes]) -> dict[str, str]:
-        """Returns why each of a run's checkpoints stays; "": nothing keeps it.
+        """Returns why each of a run's checkpoints stays, by name; "": nothing keeps it.
 
-        Args:
-            names: of their directories.
-            read: as for `scores_of`.
+        `read` is as for `scores_of`.
         """
         scores, every = scores_of(names, self.keep_best, read), self.keep_every
         last, best = sorted(names, key=step_of), best_of(scores, self.keep_best)

@@ -6,8 +6,9 @@
 A copy is complete once it has a manifest.json, so no rename is needed, which object stores lack. A
 thread of rank 0 copies one checkpoint at a time, the newest first; older ones that wait are skipped,
 unless they may stay for good (`checkpoint.keep_every`, `keep_best`). What keeps a checkpoint keeps its
-copy. A failed copy is reported and does not end the run. A run whose newest checkpoint is damaged or
-missing fetches a copy (recovery.py) and verifies it like any other.
+copy; a resumed run makes those that a killed one has not made. A failed copy is reported and does not
+end the run. A run whose newest checkpoint is damaged or missing fetches a copy (recovery.py) and
+verifies it like any other.
 
 The run folder and the second place hold the same random number. If they differ, the run does not
 start, so it never resumes from another run's copies.
@@ -92,12 +93,16 @@ class SecondCopy:
                 f"choose another place or run folder; or, to resume from them, copy {self.url}/{OWNER} to {mark}"
             )
 
+    @property
+    def copies_older(self) -> bool:
+        """Returns whether checkpoints before the newest one are copied, because they may stay."""
+        return bool(self._config.keep_every or self._config.keep_best)
+
     def copy_later(self, checkpoint: Path) -> None:
         """Schedules the copy of a committed checkpoint after the current one."""
         with self._lock:
             self._newest = checkpoint.name
-            may_stay = self._config.keep_every or self._config.keep_best
-            self._pending = [*(self._pending if may_stay else []), checkpoint]
+            self._pending = [*(self._pending if self.copies_older else []), checkpoint]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="second copy", daemon=True)
                 self._thread.start()
@@ -157,28 +162,33 @@ class SecondCopy:
         while (checkpoint := self._next()) is not None:
             started_s, num_bytes, error = time.monotonic(), 0, None
             try:
-                num_bytes = self._copy(checkpoint)
-                self._delete_old()
+                if num_bytes := self._copy(checkpoint):
+                    self._delete_old()
             except Exception as cause:  # noqa: BLE001 - reported; training continues
                 error = f"{checkpoint.name} was not copied to {self.url}: {_words(cause)}"
                 logger.warning("%s", error)
-            seconds = time.monotonic() - started_s
-            self._records.append(CopyRecord(step_of(checkpoint.name), seconds, num_bytes, error))
+            if num_bytes or error:
+                seconds, step = time.monotonic() - started_s, step_of(checkpoint.name)
+                self._records.append(CopyRecord(step, seconds, num_bytes, error))
 
     def _next(self) -> Path | None:
         with self._lock:
-            self._pending = [path for path in self._pending if path.exists()]
-            self.reading = self._pending.pop() if self._pending else None
+            self.reading = None
+            while self._pending and self.reading is None:
+                path = self._pending.pop()
+                self.reading = path if path.exists() else None
             if self.reading is None:
                 self._thread = None
             return self.reading
 
     def _copy(self, checkpoint: Path) -> int:
-        """Copies the files, manifest.json last; returns their bytes."""
+        """Copies the files, manifest.json last; returns their bytes, 0 if the copy is there."""
         fs, root = self._place()
         target = f"{root}/{checkpoint.name}"
-        if fs.exists(f"{target}/manifest.json"):  # of the same step, before the run went back
-            fs.rm_file(f"{target}/manifest.json")
+        if fs.exists(seal := f"{target}/manifest.json"):
+            if fs.cat_file(seal) == (checkpoint / "manifest.json").read_bytes():
+                return 0
+            fs.rm_file(seal)  # of the same step, before the run went back
         fs.makedirs(target, exist_ok=True)
         names = sorted(file.name for file in checkpoint.iterdir())
         names.sort(key=lambda name: name == "manifest.json")

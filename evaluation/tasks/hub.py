@@ -40,7 +40,7 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
             raise TaskError(
                 f"task {name!r}: {found.repository} cannot be fetched from the hub "
                 f"({type(error).__name__}: {reason[:300]}); check your network and access "
-                "(HF_TOKEN), or pass a folder with its file (--data)"
+                f"(HF_TOKEN), or name a folder with its file (--data, or evaluate.tasks.{name} of a run)"
             ) from error
         for number, record in enumerate(records):
             where = f"{found.repository} {configuration or found.split}: record {number}"

@@ -169,9 +169,7 @@ class Router(nn.Module):
         return None
 
     def before_step(self, step: int) -> None:
-        """Receives the number of finished optimizer steps, before each training step and
-        evaluation.
-        """
+        """Receives the number of finished steps, before each step, evaluation and checkpoint."""
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
         """Receives the `carried` statistics of one optimizer step, summed over everything.

@@ -117,6 +117,10 @@ def scores_of_a_rank() -> list[list[float]]:
         model = tiny_model("moeut", dtype=torch.float64).eval()
         scorer = Scorer(model, rank=process.rank, num_ranks=process.world_size)
         found = scorer.score(random_families())
+        assert [len(scores) for scores in scorer.score([[], random_families()[0]])] == [
+            0,
+            1,
+        ]  # of one rank
     return [[score.total() for score in scores] for scores in found]
 
 

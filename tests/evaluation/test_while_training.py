@@ -1,31 +1,39 @@
 """Scores and samples while a run trains: those of the commands, with no trace in the run."""
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family import tiny_config
 from pairwise import slow_but
 from parts import make_config
 from small_model import MODEL
 from torch import Tensor
 from trained import column, different, lines
-from world import run_ranks
+from world import RankFailed, run_ranks
 
 import moebius
-from moebius.distributed.checkpoint.format import open_checkpoint, step_name
+from moebius.data_pipeline.errors import ShardError
+from moebius.distributed.checkpoint.format import find_checkpoint, open_checkpoint, step_name
 from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.process.process import start_process
+from moebius.evaluation import restore as restoring
 from moebius.evaluation import while_training
-from moebius.evaluation.restore import restore
+from moebius.evaluation.group_context import GroupContextText
+from moebius.evaluation.tasks.items import TaskItems, read_items
+from moebius.evaluation.tasks.task import TaskError
 from moebius.evaluation.text import write_text
 from moebius.evaluation.while_training import Examiner, check_evaluation
 from moebius.evaluation.zero_shot import measure_tasks
 from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train.config.run_config import Config
-from moebius.train.hooks import HOOKS, save_checkpoint
+from moebius.train.config.train_config import EvaluateConfig
+from moebius.train.hooks import HOOKS, save_checkpoint, score_and_sample
 from moebius.train.record.heartbeat import FOLDER, Phase, page_of, read_page
 
 PROMPT, ITEMS = "the band", 3
@@ -132,9 +140,28 @@ def test_they_are_those_of_the_commands_and_leave_no_trace(
             assert score[task.name] == next(iter(task.metrics.values())).value
         assert score["items"] == sum(task.items for task in report.tasks) == 6
         with start_process("cpu") as process:
-            restored = restore(run, process, step=score["step"])
+            restored = restoring.restore(run, process, step=score["step"])
         text = "".join(write_text(restored, PROMPT, **SAMPLING))
         assert (sample["prompt"], PROMPT + sample["text"]) == (PROMPT, text)
+
+
+def step_restored(run: Path) -> int:
+    """Returns the step of a run that saves another checkpoint before rank 1 looks."""
+    with start_process("cpu", timeout_s=60) as process, pytest.MonkeyPatch.context() as patch:
+        if process.rank == 1:
+            patch.setattr(
+                restoring, "find_checkpoint", lambda path, _step: find_checkpoint(path, 2)
+            )
+        return restoring.restore(run, process).step
+
+
+def examined(config: Config, run_dir: Path) -> list[dict[str, Any]]:
+    """Trains to the end, and returns the scores and samples without their times."""
+    trained(config, run_dir)
+    found = [
+        one for one in moebius.history(run_dir).records() if one["kind"] in ("scores", "samples")
+    ]
+    return [{key: one[key] for key in one.keys() - {"time", "seconds"}} for one in found]
 
 
 class Killed(Exception):
@@ -158,27 +185,80 @@ def test_a_killed_run_has_each_once(
         patched.setattr(loop, "HOOKS", tuple(hooks))
         with pytest.raises(Killed):
             trained(config, tmp_path / "killed")
-    found = []
-    for name in ("killed", "whole"):
-        trained(config, tmp_path / name)
-        records = moebius.history(tmp_path / name).records()
-        found.append(
-            [
-                {key: value for key, value in record.items() if key not in ("time", "seconds")}
-                for record in records
-                if record["kind"] in ("scores", "samples")
-            ]
+    killed, whole = (examined(config, tmp_path / name) for name in ("killed", "whole"))
+    assert killed == whole
+    assert [record["step"] for record in whole] == [2, 2, 4, 4, 6, 6]
+    assert run_ranks(step_restored, 2, tmp_path / "whole") == [6, 6]
+
+
+def gone(*_given: Any) -> None:
+    raise TaskError("it is gone here")
+
+
+def fewer(name: str, task: Any, place: str, encoder: Any, _limit: int) -> TaskItems:
+    return read_items(name, task, place, encoder, 1)
+
+
+def lost(*_given: Any, **_named: Any) -> None:
+    raise ShardError("a page is lost")
+
+
+def broken(run: Any, _result: Any) -> None:
+    if run.progress.step == 4:
+        torch.nn.init.constant_(run.model.head.weight, torch.nan)
+
+
+def troubled(config: Config, run_dir: Path, trouble: Any) -> list[str]:
+    """Trains with a trouble of rank 1, or with broken weights; returns this rank's warnings."""
+    said, at = list[str](), HOOKS.index(score_and_sample)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            while_training.logger, "warning", lambda text, *words: said.append(text % words)
         )
-    assert found[0] == found[1]
-    assert [record["step"] for record in found[1]] == [2, 2, 4, 4, 6, 6]
+        if trouble is broken:
+            patch.setattr(loop, "HOOKS", (*HOOKS[:at], broken, *HOOKS[at:]))
+        elif trouble is lost and os.environ["RANK"] == "1":
+            patch.setattr(GroupContextText, "draw", lost)
+        elif trouble and os.environ["RANK"] == "1":
+            patch.setattr(while_training, "read_items", trouble)
+        trained(config, run_dir)
+    return said
 
 
-def test_a_file_that_is_gone_ends_no_run(
-    mixture_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        pytest.param(None, "'arc_easy' has no file", marks=pytest.mark.slow),
+        (gone, "it is gone here"),
+        pytest.param(fewer, "the ranks differ in the items of evaluate", marks=pytest.mark.slow),
+        (broken, "log-probabilities are not finite"),
+    ],
+)
+def test_what_no_rank_can_do_ends_no_run(
+    trouble: Any, message: str, mixture_folder: Path, tasks: Path, tmp_path: Path
 ) -> None:
-    trained(config_of(mixture_folder, tmp_path), tmp_path / "run")
-    assert "step 4 was not evaluated" in caplog.text
+    changes = {"evaluate": {"every": 2, "prompts": [PROMPT]}} if trouble is broken else {}
+    folder = tasks if trouble else tmp_path
+    config = config_of(mixture_folder, folder, model=MODEL, mesh__ep=2, **changes)
+    said, nothing = run_ranks(troubled, 2, config, tmp_path / "run", trouble)
+    assert re.match(f"step 4 was not evaluated: .*{message}", said[-1], re.DOTALL), said
+    assert (len(said), nothing) == (1 if trouble is broken else 2, [])
     assert [line["state"] for line in lines(tmp_path / "run", "end")] == ["finished"]
+
+
+@pytest.mark.slow
+def test_what_one_rank_meets_between_passes_ends_it(
+    mixture_folder: Path, tasks: Path, tmp_path: Path
+) -> None:
+    world, model, settings = RUNS["scheduled"]
+    config = config_of(mixture_folder, tasks, model=model, **settings)
+    with pytest.raises(RankFailed, match="a page is lost"):
+        run_ranks(troubled, world, config, tmp_path / "run", lost)
+
+
+@pytest.mark.parametrize("names", ["piqa,copa", "[piqa, copa]", ["piqa", "copa"]])
+def test_tasks_that_are_only_named_are_published_sets(names: Any) -> None:
+    assert EvaluateConfig(every=1, tasks=names).tasks == {"piqa": "hub", "copa": "hub"}
 
 
 CAPACITY = tiny_config("x_moe_torchscale", {"vocab_size": 257})  # places go by position
@@ -187,14 +267,11 @@ CAPACITY = tiny_config("x_moe_torchscale", {"vocab_size": 257})  # places go by 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": {"helaswag": "TASKS"}}, "no task 'helaswag'; did you mean hellaswag?"),
-        ({"tasks": {"copa": "TASKS"}}, r"evaluate.tasks.copa=.*name the folder of copa.jsonl or"),
-        ({"tasks": {"boolq": "TASKS"}}, "'boolq' has no items"),
-        ({"tasks": {"wsc273": "TASKS"}}, "wsc273.jsonl.* line 1: field .continuation. is missing"),
-        (
-            {"tasks": {"siqa": "TASKS"}},
-            "siqa: all 1 items have answers longer than data.seq_len=32",
-        ),
+        ({"tasks": {"helaswag": ""}}, "no task 'helaswag'; did you mean hellaswag?"),
+        ({"tasks": {"copa": ""}}, r"evaluate.tasks.copa=.*name the folder of copa.jsonl or"),
+        ({"tasks": {"boolq": ""}}, "'boolq' has no items"),
+        ({"tasks": {"wsc273": ""}}, "wsc273.jsonl.* line 1: field .continuation. is missing"),
+        ({"tasks": {"siqa": ""}}, "siqa: all 1 items have answers longer than data.seq_len=32"),
         ({"tasks": {"cbt_style": "hub"}}, "cbt_style=hub: has no data"),
         ({"prompts": ["so " * 11]}, "'so so so .* has 33 tokens, and the model takes 1 to 32"),
         ({"prompts": ["a", ""]}, "'' has 0 tokens"),
@@ -208,9 +285,7 @@ def test_what_cannot_be_asked_is_refused_before_ranks_start(
     (tasks / "wsc273.jsonl").write_text("{}\n")
     siqa = {"context": "a", "question": "b", **{f"answer{n}": n * 40 for n in "ABC"}, "label": 1}
     (tasks / "siqa.jsonl").write_text(json.dumps(siqa) + "\n")
-    places = {
-        name: place.replace("TASKS", str(tasks)) for name, place in changes.get("tasks", {}).items()
-    }
+    places = {name: place or str(tasks) for name, place in changes.get("tasks", {}).items()}
     asked = {"every": 2, "tasks": places, "prompts": changes.get("prompts", [])}
     config = config_of(mixture_folder, None, model=changes.get("model", MODEL), evaluate=asked)
     with pytest.raises(ValueError, match=message):

@@ -3,10 +3,11 @@
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -177,6 +178,12 @@ class TrainConfig(BaseModel):
         return self
 
 
+def _on_hub(tasks: Any) -> Any:
+    """Takes tasks that are only named, in a list or a text, from the hub."""
+    names = re.findall(r"\w+", tasks) if isinstance(tasks, str) else tasks
+    return {str(name): "hub" for name in names} if isinstance(names, list | tuple) else tasks
+
+
 class EvaluateConfig(BaseModel):
     """Configures zero-shot scores of the model, and texts that it writes, while it trains."""
 
@@ -185,8 +192,12 @@ class EvaluateConfig(BaseModel):
     every: NonNegativeInt = 0
     """Steps between two times, and once more at the end; 0: never."""
 
-    tasks: dict[str, str] = Field(default={}, examples=['{hellaswag = "eval", piqa = "hub"}'])
-    """Zero-shot tasks by name, each with the folder of its file, or hub for the published set."""
+    tasks: Annotated[dict[str, str], BeforeValidator(_on_hub)] = Field(
+        default={}, examples=['{hellaswag = "eval", piqa = "hub"}']
+    )
+    """Zero-shot tasks by name, each with the folder of its file, or hub for the published set; names
+    alone (piqa,copa) stand for published sets.
+    """
 
     items: PositiveInt = 200
     """Maximum number of items per task, spread evenly over its file."""
@@ -204,15 +215,10 @@ class EvaluateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        is_asked = bool(self.tasks or self.prompts)
-        if self.every and not is_asked:
+        if bool(self.every) != bool(self.tasks or self.prompts):
             raise ValueError(
-                f"evaluate.every={self.every} evaluates nothing: name evaluate.tasks or "
-                "evaluate.prompts, or set evaluate.every=0"
-            )
-        if is_asked and not self.every:
-            raise ValueError(
-                "evaluate.tasks and evaluate.prompts need the steps between two evaluations: set "
-                "evaluate.every=1000, for example, or tasks={} and prompts=[]"
+                f"evaluate.every={self.every} with {len(self.tasks)} tasks and {len(self.prompts)} prompts: "
+                "set evaluate.every=1000, for example, and name evaluate.tasks or evaluate.prompts, or "
+                "turn it off: evaluate.every=0 evaluate.tasks={} evaluate.prompts=[]"
             )
         return self

@@ -1,5 +1,7 @@
 """Which checkpoints stay, here and in the second place, what says so, and what RUN@best means."""
 
+import hashlib
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +13,7 @@ from meshes import meshed, saver_in
 from world import run_ranks
 
 from moebius.cli.main import main
-from moebius.data_pipeline.words import run_and_step
+from moebius.data_pipeline.words import run_and_step, scores_of
 from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from moebius.distributed.checkpoint.format import find_checkpoint, list_checkpoints
 from moebius.distributed.checkpoint.second_copy import SecondCopy
@@ -47,7 +49,6 @@ RULES: dict[str, tuple[dict[str, Any], list[tuple[int, Any]], list[int]]] = {
     "the last is the best": ({}, [(1, 3.0), (2, 2.0)], [2]),
     "measured again after going back": ({}, [(1, 3.0), (2, 2.0), (3, 4.0), (2, 2.0)], [2, 3]),
     "one not measured is no best": ({}, [(1, None), (2, 3.0), (3, None), (4, None)], [2, 4]),
-    "nor is what is no score": ({}, [(1, True), (2, "1"), (3, [1]), (4, 9.0), (5, {})], [4, 5]),
     "multiples": ({"keep_every": 2}, [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [1, 2, 4, 5]),
     "an accuracy": ({"keep_best": "piqa"}, [(1, 0.5), (2, 0.9), (3, 0.7)], [2, 3]),
     "as before": ({"keep_best": None, "keep_last": 2}, [(1, 0.5), (2, 0.9), (3, 0.7)], [2, 3]),
@@ -60,6 +61,14 @@ def test_the_same_stay_here_and_in_the_second_place(name: str, tmp_path: Path) -
     keys = BEST | keys | {"copy_to": f"file://{tmp_path}/place"}
     assert saved(tmp_path / "run", keys, *scores) == kept
     assert [each.step for each in list_checkpoints(tmp_path / "place" / "run")] == kept
+
+
+@pytest.mark.parametrize("score", ["1e400", "-Infinity", "NaN", "true", '"1"', "[1.5]", "{}"])
+def test_what_is_no_finite_number_is_no_score(score: str) -> None:
+    meta = f'{{"meta": {{"measured": {{"validation": {score}}}}}}}'.encode()
+    files = {"meta.json": {"blake2b": hashlib.blake2b(meta, digest_size=16).hexdigest()}}
+    read = {"a/meta.json": meta, "a/manifest.json": json.dumps({"files": files}).encode()}
+    assert scores_of(["a"], "validation", read.__getitem__) == {}
 
 
 def test_a_score_that_cannot_be_read_costs_no_checkpoint(tmp_path: Path) -> None:
@@ -97,6 +106,26 @@ def test_what_may_stay_is_copied_although_newer_ones_wait(
     second.wait(10)
     assert second.steps() == [4, 2]
     assert [record.error for record in second.poll()] == [None, None, None]
+
+
+def steps_copied_again(run_dir: Path, keys: dict[str, Any]) -> list[int]:
+    config = CheckpointConfig(**keys)
+    with meshed() as (process, mesh):
+        second = SecondCopy(str(config.copy_to), run_dir, config)
+        saver = saver_in(run_dir / "checkpoints", process, mesh, second=second, **keys)
+        found = saver.newest_whole()
+        assert found is not None
+        saver.adopt(found)
+        saver.wait_for_copies(10)
+        return [record.step for record in saver.poll_copies()]
+
+
+def test_a_resumed_run_copies_what_a_killed_one_has_not(tmp_path: Path) -> None:
+    run, keys = tmp_path / "run", BEST | {"copy_to": f"file://{tmp_path}/place"}
+    assert saved(run, keys, (1, 1.0), (2, 3.0), (3, 2.0)) == [1, 3]
+    (tmp_path / "place" / "run" / "step_00000001" / "manifest.json").unlink()
+    assert run_ranks(steps_copied_again, 1, run, keys) == [[1]]
+    assert SecondCopy(keys["copy_to"], run, CheckpointConfig(**BEST)).steps() == [3, 1]
 
 
 def test_ls_says_why_each_stays(
