@@ -118,9 +118,13 @@ def test_an_error_of_a_rank_is_told_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def make_dry_steps(config: Config, run_dir: Path) -> str:
+    return of_ranks.dry_run(config, run_dir)
+
+
 def test_a_stop_request_is_no_end_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
-    assert run_ranks(of_ranks.dry_run, 2, make_config(mesh__ep=2), tmp_path) == ["stopped"] * 2
+    assert run_ranks(make_dry_steps, 2, make_config(mesh__ep=2), tmp_path) == ["stopped"] * 2
     told = json.loads((tmp_path / "result.json").read_text())
     assert (told["state"], told["step"]) == ("stopped", 0)  # at train.steps it would have succeeded
 
