@@ -358,7 +358,7 @@ def evaluate_text(
     """
     named = [files] if isinstance(files, str | PathLike) else files
     model = _path_or_model(path, step, weights)
-    found = measure_text(model, list(map(os.fspath, named)), step=step, weights=weights)
+    found = measure_text(model, [os.fspath(each) for each in named], step=step, weights=weights)
     assert found is not None, "one process"
     return found
 
