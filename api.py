@@ -23,7 +23,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from torch import Tensor
 
 from .cluster import submit as submitting
@@ -32,6 +31,7 @@ from .cluster.job import JobStatus, ended_well
 from .cluster.job import TrainingFailed as TrainingFailed
 from .cluster.local import dry_run as try_here
 from .cluster.local import train_here
+from .cluster.report.live import console_of
 from .cluster.report.run_records import OnRecord, telling
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.read.given import giving
@@ -233,10 +233,8 @@ def start_from(
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     changes, drawn = as_overrides(values, *overrides), [*as_overrides({}, draw_anew)]
-    name = None if name is None else os.fspath(name)
-    if name is not None and "=" in name:  # no recipe but a change
-        name, changes = None, [name, *changes]
-    return starting.start_from(os.fspath(source), name, changes, draw_anew=drawn, family=family)
+    given, name = os.fspath(source), None if name is None else os.fspath(name)
+    return starting.start_from(given, name, changes, draw_anew=drawn, family=family)
 
 
 @checked
@@ -305,11 +303,9 @@ def load(
             so many depth steps.
     """
     with start_process("auto") as process:
-        restored = restore(Path(path), process, step=step, depth_steps=depth_steps, weights=weights)
-    tokenizer = TextTokenizer(partial(tokenizer_of_run, restored), process.device)
-    return LoadedModel(
-        restored.model, tokenizer, restored.config, restored.step, restored.checkpoint
-    )
+        found = restore(Path(path), process, step=step, depth_steps=depth_steps, weights=weights)
+    tokenizer = TextTokenizer(partial(tokenizer_of_run, found), process.device)
+    return LoadedModel(found.model, tokenizer, found.config, found.step, found.checkpoint)
 
 
 @checked
@@ -333,7 +329,7 @@ def evaluate(
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
-    model = _path_or_model(path, step, weights)
+    model = _model_of(path, step, weights)
     return measure(model, step=step, split=split, max_rows=max_rows, weights=weights)
 
 
@@ -357,7 +353,7 @@ def evaluate_text(
         ValueError: the run or a file cannot be read, or the model reads the future.
     """
     named = [files] if isinstance(files, str | PathLike) else files
-    model = _path_or_model(path, step, weights)
+    model = _model_of(path, step, weights)
     found = measure_text(model, [os.fspath(each) for each in named], step=step, weights=weights)
     assert found is not None, "one process"
     return found
@@ -387,7 +383,7 @@ def score_tasks(
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
     """
     report = measure_tasks(
-        _path_or_model(path, step, weights),
+        _model_of(path, step, weights),
         tasks.split(",") if isinstance(tasks, str) else tasks,
         "hub" if data == "hub" else Path(data),
         step=step,
@@ -444,7 +440,7 @@ def fit(
     start = try_here if dry_run else train_here
     with reads as section, telling(run_dir, on_record):
         config = place_data(config.model_copy(update={"data": section}), run_dir.parent)
-        return ended_well(start(config, run_dir, source=source, console=_console(show)))
+        return ended_well(start(config, run_dir, source=source, console=console_of(show)))
 
 
 @checked
@@ -471,7 +467,7 @@ def submit(
         TrainingFailed: the run failed; the message is the root cause.
     """
     config, run_dir, source = _opened(config, run_dir)
-    config, console = place_data(config, run_dir.parent), _console(show)
+    config, console = place_data(config, run_dir.parent), console_of(show)
     given = {"address": address, "detach": detach, "source": source, "console": console}
     return ended_well(submitting.submit(config, run_dir, **given))
 
@@ -502,7 +498,7 @@ def resume(
     print_in_any_encoding()
     config, run_dir = load_config(run_dir, *overrides), Path(run_dir)
     with telling(run_dir, on_record):
-        return ended_well(submitting.resume(config, run_dir, console=_console(show)))
+        return ended_well(submitting.resume(config, run_dir, console=console_of(show)))
 
 
 @checked
@@ -582,9 +578,7 @@ def save(model: LoadedModel, folder: str | PathLike[str]) -> Path:
     return Path(folder)
 
 
-def _path_or_model(
-    path: str | PathLike[str], step: int | None, weights: Weights = "trained"
-) -> Path | Restored:
+def _model_of(path: str | PathLike[str], step: int | None, weights: Weights) -> Path | Restored:
     """Returns a loaded model as it is now, unless something else of its run is asked for."""
     if isinstance(path, LoadedModel) and step is None and weights == "trained":
         return path._restored
@@ -599,13 +593,6 @@ def _opened(
     source = config.source if isinstance(config, Start) else None
     config = config.config if isinstance(config, Start) else _config(config)
     return config, Path(run_dir).absolute(), source
-
-
-def _console(show: bool) -> Console:
-    found = Console(quiet=not show)
-    if found.is_terminal or found.is_jupyter:
-        return found
-    return Console(quiet=not show, width=10_000, soft_wrap=True)  # a pipe has nothing to fit into
 
 
 def _config(given: Given) -> Config:

@@ -216,9 +216,6 @@ def _place_name(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """Sets an optional name that comes after options, which argparse leaves over with the overrides."""
     if options.name is None and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         options.name, *rest = rest
-    elif options.start_from and options.name and "=" in options.name:
-        options.overrides = [options.name, *options.overrides]
-        options.name = None
     return rest
 
 

@@ -143,6 +143,14 @@ def _of_start(line: Mapping[str, Any]) -> str:
     return "; ".join(filter(None, words))
 
 
+def console_of(show: bool) -> Console:
+    """Returns the console of a Python program, which shows the run or nothing."""
+    found = Console(quiet=not show)
+    if found.is_terminal or found.is_jupyter:
+        return found
+    return Console(quiet=not show, width=10_000, soft_wrap=True)  # a pipe has nothing to fit into
+
+
 def follow(
     run_dir: Path,
     *,

@@ -100,6 +100,8 @@ def start_from(
             the weights, or the trunk of a branch.
         CheckpointError: the run has no such checkpoint, or its files are damaged.
     """
+    if name is not None and "=" in name:  # no recipe but a change
+        name, overrides = None, [name, *overrides]
     trust(overrides)
     if name is not None and not name.endswith(".json"):
         base_values(name, RECIPES)  # the user has named what it names
