@@ -66,7 +66,7 @@ from ..recipes.smoke import RECIPES
 from ..record.run_folder import checkpoint_config, config_of
 from ..state import TrainingProgress
 from .family import Rule
-from .start import weights_in_folder
+from .start import recipe_and_changes, weights_in_folder
 from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
@@ -221,6 +221,7 @@ def import_folder(
             does not fit it; or `out` exists.
     """
     refuse_existing(out)
+    name, overrides = recipe_and_changes(name, overrides)
     plan = open_family(folder, family)
     weights = weights_in_folder(plan, given=str(folder.absolute()))
     tokenizer = {**weights.sections.tokenizer, "tokenizer": str(out.absolute() / SOURCE_FILES)}
