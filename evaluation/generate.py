@@ -86,7 +86,7 @@ def check_request(num_tokens: int, temperature: float, top_p: float = 1.0) -> No
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
+        raise ValueError(f"cannot generate {num_tokens} tokens: ask for at least 1")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be finite and at least 0")
 
