@@ -93,9 +93,7 @@ def dry_run(
     """
     console, run_dir, data = console or Console(), run_dir.absolute(), config.data
     refusals(config, run_dir, source, console=console)
-    is_whole = bool(data.dataset) or (
-        is_prepared(data.directory) and read_manifest(data.directory).complete
-    )
+    is_whole = is_prepared(data.directory) and read_manifest(data.directory).complete
     check_data(config, run_dir, is_whole=is_whole)
     with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
         folder = Path(name)

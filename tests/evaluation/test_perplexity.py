@@ -14,7 +14,6 @@ from published_case import folder_of
 from small_corpus import sentences
 from world import RankFailed, run_ranks
 
-import moebius as package
 from moebius.data_pipeline.read.rows import SplitReader
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import _stretches, measure, measure_sliding, measure_text
@@ -93,7 +92,8 @@ def write_records(path, texts, field="text"):
 
 def test_a_document_is_scored_as_by_a_plain_pass_over_each_window(bytes_run, tmp_path):
     texts = ["Short.", "word, " * 25 + "last."]
-    found = package.evaluate_text(bytes_run, write_records(tmp_path / "two.jsonl", texts))
+    found = measure_text(bytes_run, [str(write_records(tmp_path / "two.jsonl", texts))])
+    assert found is not None
     with start_process("cpu") as process, torch.no_grad():
         model = restore(bytes_run, process).model
         for one, text in zip(found.documents, texts, strict=True):
@@ -149,7 +149,6 @@ def test_files_of_any_format_are_measured_and_nothing_is_written(
     assert whole["loss"] == pytest.approx(nats / sum(one["tokens"] for one in found))
     assert whole["bits_per_byte"] == pytest.approx(nats / math.log(2) / whole["text_bytes"])
     assert f"loss {whole['loss']:.4f} nats per token" in ask(a, "--text", b, field).out
-    assert package.evaluate_text(bytes_run, [a, b, field]).loss == pytest.approx(whole["loss"])
     keys = ("prepare.format=jsonl", "prepare.id_field=id", field)
     *lines, _ = ask(odd, *keys, "prepare.encoding_faults=1", "--per-document").out.splitlines()
     assert "c.odd: faulty documents left out: 1" in caplog.text
