@@ -16,6 +16,7 @@ pyarrow reads as it reads others; importing `datasets` takes a second and adds n
 """
 
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -36,6 +37,7 @@ from .documents import Document, InputSplit, SplitRange, byte_ranges, even_range
 from .files import FoundFile, find_files, opened
 from .records import RecordRules
 
+_COUNTED = re.compile(r"(.*-)\d{5}-of-(\d{5})\.arrow")  # as `datasets` names its files
 _MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
 _ARROW = ".arrow"
 _SUFFIXES = (".bin", ".npy", _ARROW)
@@ -80,7 +82,25 @@ def token_files(name: str) -> list[FoundFile]:
         raise InputError(
             f"{name} holds token files in {len(folders)} folders: name one, such as {TOKENS}{folders[-1]}"
         )
+    if not has_magic(name) and not _is_named(name):
+        _refuse_missing(found)
     return found
+
+
+def _refuse_missing(found: list[FoundFile]) -> None:
+    """Refuses a folder that lacks one of the files of `save_to_disk`, which count themselves."""
+    names = [os.path.basename(file.url) for file in found]
+    for name in names:
+        match = _COUNTED.fullmatch(name)
+        wanted = (
+            [f"{match[1]}{n:05}-of-{match[2]}{_ARROW}" for n in range(int(match[2]))]
+            if match
+            else []
+        )
+        if missing := {*wanted} - {*names}:
+            raise InputError(
+                f"{os.path.dirname(found[0].url)} lacks {some_of(sorted(missing))}: copy the folder again"
+            )
 
 
 def _is_named(url: str) -> bool:
@@ -202,7 +222,7 @@ def _layout(url: str, size: int, tokenizer: Tokenizer | None = None) -> _Layout:
     with opened(url, size) as file:
         head = file.read(_LLM_C_BYTES)
     if url.lower().endswith(".npy"):
-        return _npy(url)
+        return _npy(url, size)
     if os.path.exists(index := f"{url[:-4]}.idx"):
         return _megatron(index, size, os.stat(index).st_mtime_ns)
     magic, version, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
@@ -226,17 +246,17 @@ def _layout(url: str, size: int, tokenizer: Tokenizer | None = None) -> _Layout:
     return _Layout(dtype, size)
 
 
-def _npy(url: str) -> _Layout:
+def _npy(url: str, size: int) -> _Layout:
     try:
         array = np.lib.format.open_memmap(url, mode="r")
     except Exception as error:  # whatever a stranger's header makes NumPy raise
         raise InputError(
             f"{url} is no whole .npy file ({error!s:.200}): write it again with numpy.save"
         ) from error
-    is_in_order = array.size and array.flags.c_contiguous
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not is_in_order:
+    is_whole = array.size and array.offset + array.nbytes == size and array.flags.c_contiguous
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not is_whole:
         raise InputError(
-            f"{url} has {array.dtype} of shape {array.shape}: save whole numbers in C order, with "
+            f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers in C order, with "
             "one axis (a stream) or two (rows)"
         )
     rows = range(0, array.size + 1, array.shape[1]) if array.ndim == 2 else None

@@ -160,8 +160,9 @@ BAD = [
     ("a.npy", _npy([2**64 - 1], "uint64"), "a.npy: id 0 is 18446744073709551615, but"),
     ("a.bin", _llm_c(20240520, 1, 3), "1,028 bytes has .* version 1, of 3 ids of uint16"),
     ("a.bin", _llm_c(20240801, 1, 1), "of 1 ids of uint32: it must be version 7"),
-    ("a.npy", _npy([1.0], "float32"), "has float32 of shape"),
-    ("a.npy", _npy([], "int64"), r"has int64 of shape .0,."),
+    ("a.npy", _npy([1.0], "float32"), "for float32 of shape"),
+    ("a.npy", _npy([], "int64"), r"for int64 of shape .0,."),
+    ("a.npy", _npy([1, 2], "int64") + b"x", "has 145 bytes for int64"),
     ("a.npy", _npy([1, 2], "int64")[:-1], "no whole .npy file"),
     ("a.idx", _index(magic=b"TNTIDX\0\0"), "does not fit the 4 bytes of its .bin"),
     ("a.idx", _index(code=7), "version 1 with dtype 7, does not fit"),
@@ -175,6 +176,7 @@ BAD = [
     ("a.arrow", _arrow(input_ids=[[1], None]), "has nulls"),
     ("a.arrow", _arrow(input_ids=[[1, None]]), "has nulls"),
     ("a.arrow", _arrow(input_ids=[[1], [2, 257]]), r"a.arrow.0:1., row 1: id 1 is 257"),
+    ("data-00000-of-00002.arrow", b"", "in lacks data-00001-of-00002.arrow: copy"),
     ("b/b.arrow", b"", "token files in 2 folders: name one, such as tokens:.*/in/b$"),
 ]
 
