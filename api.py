@@ -39,7 +39,7 @@ from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import Weights, find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
-from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text
+from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_sliding
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.text import TextTokenizer as TextTokenizer
@@ -353,8 +353,9 @@ def evaluate_text(
         ValueError: the run or a file cannot be read, or the model reads the future.
     """
     named = [files] if isinstance(files, str | PathLike) else files
+    words = [os.fspath(each) for each in named]
     model = _model_of(path, step, weights)
-    found = measure_text(model, [os.fspath(each) for each in named], step=step, weights=weights)
+    found = measure_sliding(model, files=words, step=step, weights=weights)
     assert found is not None, "one process"
     return found
 

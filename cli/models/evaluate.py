@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
 _NEEDS = {  # options that only some measurements read
-    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item"), ("tasks",)),
+    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item", "json"), ("tasks",)),
     **dict.fromkeys(("chat", "tokens", "temperature", "top_p", "cache_loops"), ("prompt",)),
     "draws": ("tasks", "score"),
-    "seed": ("tasks", "score", "prompt", "text"),
-    "json": ("tasks", "text"),
+    "seed": ("tasks", "score", "prompt"),
     "per_document": ("text",),
 }
 
@@ -186,9 +185,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--per-item", type=Path, metavar="FILE.parquet", help="write what each item scored"
     )
-    group.add_argument(
-        "--json", action="store_true", help="everything as a JSON object; also of --text"
-    )
+    group.add_argument("--json", action="store_true", help="everything as a JSON object")
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -304,22 +301,15 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _measure_windows(options: argparse.Namespace) -> None:
     """Measures the loss on files, or over overlapping windows; rank 0 prints it."""
-    import json
-
-    from ...evaluation.perplexity import measure_sliding, measure_text
+    from ...evaluation.perplexity import measure_sliding
     from ..console import progress_bars
-    from .evaluate_report import plain_loss
 
+    asked = {"stride": options.stride, "files": options.text, **_which(options)}
     with progress_bars(of_rows=options.text is None) as start_progress:
-        given: dict[str, Any] = {**_which(options), "start_progress": start_progress}
-        if options.text is None:
-            found = measure_sliding(options.path, stride=options.stride, **given)
-        else:
-            found = measure_text(options.path, options.text, seed=options.seed, **given)
-    if found is None:  # only rank 0 has it
-        return
-    for one in (*found.documents, found) if options.per_document else (found,):
-        print_plain(json.dumps(plain_loss(one)) if options.json else one)
+        found = measure_sliding(options.path, start_progress=start_progress, **asked)
+    if found is not None:  # only rank 0 has it
+        for one in (*(found.documents if options.per_document else ()), found):
+            print_plain(one)
 
 
 def _score(options: argparse.Namespace) -> None:
