@@ -1,11 +1,8 @@
 """`moebius eval`, `chat` and `lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
-import io
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -325,7 +322,6 @@ def _write(options: argparse.Namespace) -> None:
     asked = {"seed": options.seed, "cache_loops": options.cache_loops, "chat": options.chat}
     sampling = _sampling(options)
     _show(write_text(_restored(options), options.prompt, **asked, **sampling))
-    print()
 
 
 def _show(pieces: Iterator[str]) -> None:
@@ -334,6 +330,7 @@ def _show(pieces: Iterator[str]) -> None:
 
     for piece in pieces:
         print(escaped(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    print(flush=True)
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -349,45 +346,31 @@ def _chat(options: argparse.Namespace) -> int:
     """Answers prompt after prompt; returns 2 if one could not be answered."""
     from ...evaluation.text import Conversation
 
-    sampling, seeds = _sampling(options), count(options.seed)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("chat answers in one process: start it without torchrun")
-    conversation, code = Conversation(_restored(options)), 0
+    sampling, code = _sampling(options), 0
+    conversation, is_terminal = Conversation(_restored(options)), sys.stdin.isatty()
     if conversation.template is None:
         told = f"{options.path} has no chat template: the model continues your text"
         print_message("note", told, style="bold")
-    is_terminal = _opens_input()
-    while sys.stdin is not None:
+    for seed in count(options.seed):
         try:
             prompt = input("> " if is_terminal else "")
-            if (word := prompt.strip()) == "/exit":
-                break
-            if word == "/reset":
-                conversation.turns.clear()
-            if word in ("", "/reset"):
-                continue
-            _show(conversation.answer(prompt, seed=next(seeds), **sampling))
+            match prompt.strip():
+                case "/exit":
+                    break
+                case "/reset":
+                    conversation.turns.clear()
+                case word if word:
+                    _show(conversation.answer(prompt, seed=seed, **sampling))
         except EOFError:
             break
         except KeyboardInterrupt:  # ends the line or the answer
             if not is_terminal:
                 raise
+            print()
         except ValueError as error:
             print_message("error", str(error))
             code = 2
-        print(flush=True)
     return code
-
-
-def _opens_input() -> bool:
-    """Lets a terminal's line be edited, or a pipe hold any bytes; returns whether it is a terminal."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if is_terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401 - `input` uses it
-    return is_terminal
 
 
 def _restored(options: argparse.Namespace) -> "Restored":
