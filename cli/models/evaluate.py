@@ -232,6 +232,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _over_loops(options: argparse.Namespace) -> int:
     """Measures the loss, or the tasks, with every number of loops."""
+    from ...distributed.checkpoint.format import find_checkpoint
     from ...evaluation.over_loops import draw, measure_over_loops, table_of
 
     for name in ("prompt", "score", "text", "json", "per_item"):
@@ -241,9 +242,9 @@ def _over_loops(options: argparse.Namespace) -> int:
                 f"{option} takes one number of --loops: {options.loops[0]}, for example"
             )
     scores = None if options.tasks is None else partial(_scores, options)
-    found = measure_over_loops(
-        options.path, options.loops, step=options.step, scores=scores, weights=options.weights
-    )
+    # one checkpoint, also of a run that saves meanwhile
+    options.path, options.step = find_checkpoint(options.path, options.step), None
+    found = measure_over_loops(options.path, options.loops, scores=scores, weights=options.weights)
     screen = console()
     screen.print(table_of(found))
     screen.print(f"picture: {draw(found, options.path)}", soft_wrap=True, highlight=False)
