@@ -44,13 +44,13 @@ def write_text(
     ids = chat_of_run(restored, tokenizer).begin(prompt) if chat else _plain(tokenizer, prompt)
     if not chat:
         yield prompt
-    yield from _written(restored, tokenizer, ids.tolist(), ends=chat, **options)
+    yield from continued(restored, tokenizer, ids.tolist(), ends=chat, **options)
 
 
-def _written(
+def continued(
     restored: Restored, tokenizer: Tokenizer, ids: list[int], *, ends: bool, **options: Any
 ) -> Iterator[str]:
-    """Yields what the model writes after ids; if `ends`, up to an end of document."""
+    """Yields what the model writes after ids, which it extends; if `ends`, up to an end of document."""
     length = len(ids) + options["num_tokens"] - 1
     context_MS = draw_group_context(restored, length, seed=options["seed"])
     prompt_S = torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device)
@@ -103,7 +103,7 @@ class Conversation:
             )
         options["num_tokens"] = min(num_tokens, context - len(ids))
         self.turns.append([prompt, ""])
-        for piece in _written(self._restored, self._tokenizer, ids, ends=True, **options):
+        for piece in continued(self._restored, self._tokenizer, ids, ends=True, **options):
             self.turns[-1][1] += piece
             yield piece
 
