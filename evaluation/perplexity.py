@@ -19,12 +19,14 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
+from ..data_pipeline.data_config import DataConfig
 from ..data_pipeline.errors import DataError, InputError
-from ..data_pipeline.make.tasks import encoded, in_batches, normalised_document
+from ..data_pipeline.make.tasks import in_batches, normalised
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.read.rows import SplitReader
-from ..data_pipeline.sources.documents import Document, InputSplit
+from ..data_pipeline.sources.documents import InputSplit
 from ..data_pipeline.sources.formats import plan_splits, read_documents
+from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.words import some_of
 from ..distributed.checkpoint.format import StartProgress, Weights
 from ..distributed.process.process import start_process
@@ -38,7 +40,7 @@ from .scoring import Scorer, open_scorer
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_A_TIME = 1024  # rows of the split in memory
-_CHARS_AT_A_TIME = 2**18  # of files
+_TOKENS_AT_A_TIME = 2**16  # of files
 _READING = ("prepare.text_field=", "prepare.id_field=", "prepare.format=")
 
 
@@ -177,12 +179,13 @@ def measure_sliding(
         process.agree("text", {"files of --text": size})
         restored = restore(run_dir, process, **which)
         refuse_pairs(restored)
+        name, tokenizer, data = split, tokenizer_of_run(restored), restored.config.data
         if source is None:
             require_data(run_dir, restored)
-            name, streams = split, _of_split(restored, split, max_rows, start_progress)
+            streams = _of_split(tokenizer, data, split, max_rows, start_progress)
         else:
             name = some_of(source.input)
-            streams = _of_files(restored, source, splits, start_progress)
+            streams = _of_files(tokenizer, source, splits, start_progress)
         found = _scored(streams, restored, open_scorer(restored, process), stride)
     if not any(one.text_bytes for one in found):
         raise InputError(f"{name}: there is no text in it to measure")
@@ -194,13 +197,14 @@ def measure_sliding(
 
 
 def _scored(
-    streams: Iterable[list[_Stream]], restored: Restored, scorer: Scorer, stride: int | None
+    streams: Iterable[_Stream], restored: Restored, scorer: Scorer, stride: int | None
 ) -> tuple[SlidingMeasurement, ...]:
     """Returns the loss of each stream; collective with several ranks."""
     context, found = restored.config.data.seq_len, []
     if stride is not None and not 1 <= stride <= context:
         raise ValueError(f"--stride {stride} must be between 1 and data.seq_len={context}")
-    for number, batch in enumerate(streams):
+    batches = in_batches(streams, lambda one: len(one.tokens), _TOKENS_AT_A_TIME)
+    for number, batch in enumerate(batches):
         families = [rolling_rows(one.tokens, one.before, context, stride=stride) for one in batch]
         for one, rows in zip(batch, scorer.score(families, draw=number), strict=True):
             total = sum(row.total() for row in rows)
@@ -219,44 +223,33 @@ def _source_of(words: Sequence[str]) -> PrepareConfig:
 
 
 def _of_files(
-    restored: Restored,
+    tokenizer: Tokenizer,
     source: PrepareConfig,
     splits: Sequence[InputSplit],
     start_progress: StartProgress,
-) -> Iterator[list[_Stream]]:
+) -> Iterator[_Stream]:
     """Yields the documents with text, each under its id or place."""
-    tokenizer = tokenizer_of_run(restored)
     advance = start_progress("text", sum(split.num_bytes for split in splits))
-
-    def named() -> Iterator[tuple[str, Document]]:
-        for split in splits:
-            for read in read_documents(split, source.all_sources[0], tokenizer=tokenizer):
-                document = normalised_document(read, has_prompt=False)
-                if document.text:
-                    yield document.record_id or f"{split.url}:{document.row + 1}", document
-
-    for batch in in_batches(named(), lambda one: len(one[1].text), _CHARS_AT_A_TIME):
-        pairs = encoded(tokenizer, None, [document for _, document in batch])
-        sizes = [len(document.text.encode()) for _, document in batch]
-        yield [
-            _Stream(name, tokenizer.end_of_document_id, ids.tolist(), size)
-            for (name, _), (_, ids), size in zip(batch, pairs, sizes, strict=True)
-            if len(ids)
-        ]
-        advance(sum(sizes))
+    for split in splits:
+        for read in read_documents(split, source.all_sources[0], tokenizer=tokenizer):
+            text = normalised(read.text)
+            ids = tokenizer.encode_batch([text])[0] if read.tokens is None else read.tokens
+            name, num_bytes = read.record_id or f"{split.url}:{read.row + 1}", len(text.encode())
+            if text and len(ids):
+                yield _Stream(name, tokenizer.end_of_document_id, ids.tolist(), num_bytes)
+            advance(num_bytes)
 
 
 def _of_split(
-    restored: Restored, split: str, max_rows: int, start_progress: StartProgress
-) -> Iterator[list[_Stream]]:
-    """Yields the stretches of a split, one at a time."""
-    data, tokenizer = restored.config.data, tokenizer_of_run(restored)
+    tokenizer: Tokenizer, data: DataConfig, split: str, max_rows: int, start_progress: StartProgress
+) -> Iterator[_Stream]:
+    """Yields stretches of consecutive rows."""
     reader = SplitReader(data.directory, split, seq_len=data.seq_len)
     num_rows = min(reader.num_rows, max_rows or reader.num_rows)
     advance = start_progress("tokens", num_rows * data.seq_len)
     for first, end in _stretches(reader.streams, num_rows):
         before, *tokens = _stream(reader, first, end)
-        yield [_Stream(split, before, tokens, len(tokenizer.decode(tokens).encode()))]
+        yield _Stream(split, before, tokens, len(tokenizer.decode(tokens).encode()))
         advance(len(tokens))
 
 

@@ -21,7 +21,9 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
         TaskError: the task is not on the hub, the library is missing, or the download fails.
     """
     if found is None:
-        raise TaskError(f"task {name!r} is not on the hub; pass a folder with its file (--data, or evaluate.data of a run)")
+        raise TaskError(
+            f"task {name!r} is not on the hub; pass a folder with its file (--data, or evaluate.data of a run)"
+        )
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
