@@ -13,13 +13,11 @@ from family import tiny_config
 from pairwise import slow_but
 from parts import make_config
 from small_model import MODEL
-from torch import Tensor
-from trained import column, different, lines
+from trained import column, different, lines, newest_state
 from world import run_ranks
 
 import moebius
-from moebius.distributed.checkpoint.format import find_checkpoint, open_checkpoint, step_name
-from moebius.distributed.checkpoint.loading import read_tensor
+from moebius.distributed.checkpoint.format import find_checkpoint
 from moebius.distributed.process.process import start_process
 from moebius.evaluation import restore as restoring
 from moebius.evaluation import while_training
@@ -33,7 +31,6 @@ from moebius.train import loop
 from moebius.train.config.run_config import Config
 from moebius.train.config.train_config import EvaluateConfig
 from moebius.train.hooks import HOOKS, save_checkpoint, score_and_sample
-from moebius.train.record.heartbeat import FOLDER, Phase, page_of, read_page
 
 PROMPT, ITEMS = "the band", 3
 SAMPLING: dict[str, Any] = while_training._SAMPLING | {"num_tokens": 6}
@@ -48,13 +45,7 @@ TASKS: dict[str, list[dict[str, Any]]] = {
     ],
     "lambada": [{"text": "He saw the hat and took the hat"}],  # rows of one rank alone
     "cbt": [  # without a score, which takes ten candidates
-        {
-            "kind": "V",
-            "context": ["We"],
-            "question": "XXXXX .",
-            "answer": "go",
-            "candidates": ["go", "am"],
-        }
+        dict(kind="V", context=["We"], question="XXXXX .", answer="go", candidates=["go", "am"])
     ],
 }
 TRANSITION = {
@@ -98,35 +89,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(data: Path, tasks: Path | None, **changes: Any) -> Config:
-    evaluate = {
-        "every": 2,
-        "tasks": [*TASKS],
-        "data": str(tasks),
-        "items": ITEMS,
-        "prompts": [PROMPT],
-    }
+    asked = {"tasks": [*TASKS], "data": str(tasks), "prompts": [PROMPT]}
+    evaluate = {"every": 2, "items": ITEMS} | asked
     settings = {"data__seq_len": 32, "checkpoint": {"every": 2}}
     return make_config(data, **settings | {"evaluate": {} if tasks is None else evaluate} | changes)
 
 
-def trained(config: Config, run_dir: Path) -> list[Phase]:
-    """Trains, and returns the phases that a watchdog would read while the run is examined."""
-    seen, examine = list[Phase](), Examiner()
-
-    def watched(run: Any) -> None:
-        examine(run)
-        if beat := read_page(page_of(run_dir.parent, run.process.rank)):
-            seen.append(beat.phase)
-
+def trained(config: Config, run_dir: Path) -> None:
     while_training._SAMPLING.update(SAMPLING)
     run_dir.mkdir(parents=True, exist_ok=True)
-    loop.train(config, run_dir, examine=watched)
-    return seen
-
-
-def state_at(run_dir: Path, step: int) -> dict[str, Tensor]:
-    stored = open_checkpoint(run_dir / "checkpoints" / step_name(step))
-    return {name: read_tensor(stored, name) for name in stored.index.tensors}
+    loop.train(config, run_dir, examine=Examiner())
 
 
 @pytest.mark.parametrize("name", slow_but(RUNS, "ep", "fsdp"))
@@ -135,13 +107,10 @@ def test_they_are_those_of_the_commands_and_leave_no_trace(
 ) -> None:
     world, model, settings = RUNS[name]
     run, plain = tmp_path / "run", tmp_path / "plain"
-    config = config_of(mixture_folder, tasks, model=model, **settings)
-    phases = run_ranks(trained, world, config, run, environment={FOLDER: str(tmp_path)})
-    assert phases == [[Phase.EVAL, Phase.EVAL]] * world
-    without = config_of(mixture_folder, None, model=model, **settings)
-    run_ranks(trained, world, without, plain)
-    for step in (2, 4):
-        assert different(state_at(run, step), state_at(plain, step)) == []
+    for folder, asked in ((run, tasks), (plain, None)):
+        config = config_of(mixture_folder, asked, model=model, **settings)
+        run_ranks(trained, world, config, folder)
+    assert different(newest_state(run), newest_state(plain)) == []
     for number in ("loss", "digest", "grad_norm"):
         assert column(run, number) == column(plain, number)
     scored, written = lines(run, "scores"), lines(run, "samples")
@@ -164,41 +133,32 @@ def step_restored(run: Path) -> int:
     """Returns the step of a run that saves another checkpoint before rank 1 looks."""
     with start_process("cpu", timeout_s=60) as process, pytest.MonkeyPatch.context() as patch:
         if process.rank == 1:
-            patch.setattr(
-                restoring, "find_checkpoint", lambda path, _step: find_checkpoint(path, 2)
-            )
+            patch.setattr(restoring, "find_checkpoint", lambda path, _: find_checkpoint(path, 2))
         return restoring.restore(run, process).step
 
 
 def examined(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     """Trains to the end, and returns the scores and samples without their times."""
     trained(config, run_dir)
-    found = [
-        one for one in moebius.history(run_dir).records() if one["kind"] in ("scores", "samples")
-    ]
+    records = moebius.history(run_dir).records()
+    found = [one for one in records if one["kind"] in ("scores", "samples")]
     return [{key: one[key] for key in one.keys() - {"time", "seconds"}} for one in found]
-
-
-class Killed(Exception):
-    pass
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_killed_run_has_each_once(
     saved: bool, mixture_folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(mixture_folder, tasks, train__steps=6)
-    hooks = list(HOOKS)
-
     def kill(run: Any, result: Any) -> None:
         if run.progress.step == 4:
             run.checkpoints.wait()
-            raise Killed
+            raise ZeroDivisionError
 
-    hooks.insert(hooks.index(save_checkpoint) + saved, kill)
+    config = config_of(mixture_folder, tasks, train__steps=6)
+    at = HOOKS.index(save_checkpoint) + saved
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "HOOKS", tuple(hooks))
-        with pytest.raises(Killed):
+        patched.setattr(loop, "HOOKS", (*HOOKS[:at], kill, *HOOKS[at:]))
+        with pytest.raises(ZeroDivisionError):
             trained(config, tmp_path / "killed")
     killed, whole = (examined(config, tmp_path / name) for name in ("killed", "whole"))
     assert killed == whole
