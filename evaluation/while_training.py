@@ -67,9 +67,9 @@ class Examiner:
             lambda: (self._asked or _read(restored), open_scorer(restored, run.process)),
         )
         items, prompts, encoder = asked
-        rows = repr([question.rows for one in items for question in one.questions])
-        digest = hashlib.blake2b(rows.encode(), digest_size=8).hexdigest()
-        run.process.agree("evaluation", {"items of evaluate.tasks": digest})
+        rows = {one.name: repr([question.rows for question in one.questions]) for one in items}
+        digests = {name: hashlib.blake2b(row.encode()).hexdigest() for name, row in rows.items()}
+        run.process.agree("items of evaluate.tasks", digests)
         self._asked = asked
         if items:
             _score(run, items, scorer)
