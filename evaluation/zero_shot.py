@@ -198,7 +198,7 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
 
 
 _TASK = Registry(
-    "--tasks (evaluate.tasks)",
+    "evaluate.tasks or --tasks",
     "a task",
     dict.fromkeys([PAPER, "all"]) | TASKS,
     "a Task",
