@@ -143,14 +143,13 @@ def measure_sliding(
     *,
     stride: int | None = None,
     files: Sequence[str] | None = None,
-    split: str = "validation",
     max_rows: int = 0,
     start_progress: StartProgress = lambda what, number: lambda more: None,
     **which: Unpack[ModelChoice],
 ) -> SlidingMeasurement | None:
-    """Returns the loss of a checkpoint over a split or files, in windows; writes nothing.
+    """Returns the loss of a checkpoint over its validation split or files, in windows; writes nothing.
 
-    Every token but the first is scored once. In a split, a source's documents form one stream, as in
+    Every token but the first is scored once. In the split, a source's documents form one stream, as in
     training, and windows restart at each source and every 1,024 rows. Documents of files are read and
     normalised as `moebius prepare` does; empty ones do not count. Ranks started by torchrun share the
     windows.
@@ -160,7 +159,6 @@ def measure_sliding(
         stride: tokens by which windows move; None: as many as the run's seq_len, so no overlap.
         files: also folders, globs and URLs, and `prepare.key=value` of how to read them; None: the
             split is measured.
-        split: train or validation.
         max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
         start_progress: shows the tokens of the split, or the bytes of the files.
         which: as for `restore`.
@@ -179,10 +177,10 @@ def measure_sliding(
         process.agree("text", {"files of --text": size})
         restored = restore(run_dir, process, **which)
         refuse_pairs(restored)
-        name, tokenizer, data = split, tokenizer_of_run(restored), restored.config.data
+        name, tokenizer, data = "validation", tokenizer_of_run(restored), restored.config.data
         if source is None:
             require_data(run_dir, restored)
-            streams = _of_split(tokenizer, data, split, max_rows, start_progress)
+            streams = _of_split(tokenizer, data, max_rows, start_progress)
         else:
             name = some_of(source.input)
             streams = _of_files(tokenizer, source, splits, start_progress)
@@ -241,15 +239,15 @@ def _of_files(
 
 
 def _of_split(
-    tokenizer: Tokenizer, data: DataConfig, split: str, max_rows: int, start_progress: StartProgress
+    tokenizer: Tokenizer, data: DataConfig, max_rows: int, start_progress: StartProgress
 ) -> Iterator[_Stream]:
-    """Yields stretches of consecutive rows."""
-    reader = SplitReader(data.directory, split, seq_len=data.seq_len)
+    """Yields stretches of consecutive rows of the validation split."""
+    reader = SplitReader(data.directory, "validation", seq_len=data.seq_len)
     num_rows = min(reader.num_rows, max_rows or reader.num_rows)
     advance = start_progress("tokens", num_rows * data.seq_len)
     for first, end in _stretches(reader.streams, num_rows):
         before, *tokens = _stream(reader, first, end)
-        yield _Stream(split, before, tokens, len(tokenizer.decode(tokens).encode()))
+        yield _Stream("validation", before, tokens, len(tokenizer.decode(tokens).encode()))
         advance(len(tokens))
 
 
