@@ -112,6 +112,7 @@ class Scorer:
         """
         own: list[tuple[int, int, RowScore]] = []
         batches = list(self._batches(families))
+        spare = self._spare_passes(batches)  # agreed on before the first pass
         score = self._score_alone if self._is_alone else self._score_batch
         for batch in batches:
             scores = score(families, batch, draw)
@@ -119,7 +120,7 @@ class Scorer:
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
         first = next((f for f, family in enumerate(families) if family), 0)
-        for _ in range(self._spare_passes(batches)):
+        for _ in range(spare):
             score(families, RowBatch(((first, (0,)),), 0), draw)
         told = [(f, r, one.log_probability_S.tolist(), one.greedy_S.tolist()) for f, r, one in own]
         found = {
