@@ -129,7 +129,7 @@ class SlidingMeasurement:
         )
 
 
-class _Stream(NamedTuple):
+class _Passage(NamedTuple):
     """Holds consecutive tokens, each of which is scored after those before it."""
 
     name: str
@@ -195,7 +195,7 @@ def measure_sliding(
 
 
 def _scored(
-    streams: Iterable[_Stream], restored: Restored, scorer: Scorer, stride: int | None
+    streams: Iterable[_Passage], restored: Restored, scorer: Scorer, stride: int | None
 ) -> tuple[SlidingMeasurement, ...]:
     """Returns the loss of each stream; collective with several ranks."""
     context, found = restored.config.data.seq_len, []
@@ -225,7 +225,7 @@ def _of_files(
     source: PrepareConfig,
     splits: Sequence[InputSplit],
     start_progress: StartProgress,
-) -> Iterator[_Stream]:
+) -> Iterator[_Passage]:
     """Yields the documents with text, each under its id or place."""
     advance = start_progress("text", sum(split.num_bytes for split in splits))
     for split in splits:
@@ -234,20 +234,20 @@ def _of_files(
             ids = tokenizer.encode_batch([text])[0] if read.tokens is None else read.tokens
             name, num_bytes = read.record_id or f"{split.url}:{read.row + 1}", len(text.encode())
             if text and len(ids):
-                yield _Stream(name, tokenizer.end_of_document_id, ids.tolist(), num_bytes)
+                yield _Passage(name, tokenizer.end_of_document_id, ids.tolist(), num_bytes)
             advance(num_bytes)
 
 
 def _of_split(
     tokenizer: Tokenizer, data: DataConfig, max_rows: int, start_progress: StartProgress
-) -> Iterator[_Stream]:
+) -> Iterator[_Passage]:
     """Yields stretches of consecutive rows of the validation split."""
     reader = SplitReader(data.directory, "validation", seq_len=data.seq_len)
     num_rows = min(reader.num_rows, max_rows or reader.num_rows)
     advance = start_progress("tokens", num_rows * data.seq_len)
     for first, end in _stretches(reader.streams, num_rows):
         before, *tokens = _stream(reader, first, end)
-        yield _Stream("validation", before, tokens, len(tokenizer.decode(tokens).encode()))
+        yield _Passage("validation", before, tokens, len(tokenizer.decode(tokens).encode()))
         advance(len(tokens))
 
 
