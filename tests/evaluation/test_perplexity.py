@@ -47,6 +47,7 @@ def test_every_token_is_scored_once_with_the_context_that_its_window_gives(bytes
             logits_V = model(context[None]).logits_BSV[0, -1].double()
             total += logits_V.log_softmax(0)[int(stream[place])].item()
     found = measure_sliding(bytes_run, stride=stride, max_rows=3)
+    assert found is not None, "one process"
     assert found.tokens == 3 * S
     assert found.log_probability == pytest.approx(total, rel=1e-5)
     text = bytes(stream[1:][stream[1:] < 256].tolist())
@@ -56,6 +57,7 @@ def test_every_token_is_scored_once_with_the_context_that_its_window_gives(bytes
 
 def test_windows_that_do_not_overlap_are_those_of_training(bytes_run):
     alone = measure_sliding(bytes_run, stride=S)
+    assert alone is not None, "one process"
     assert alone.loss == pytest.approx(measure(bytes_run).result.loss, rel=1e-5)
     assert alone.tokens == measure(bytes_run).result.tokens
 
