@@ -222,7 +222,7 @@ def time_examinations(items: int = 200, times: int = 4) -> None:
             for n in range(items)
         ]
         (Path(scratch) / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
-        asked = (f"evaluate.tasks.arc_easy={scratch}", 'evaluate.prompts="The "')
+        asked = ("evaluate.tasks=arc_easy", f"evaluate.data={scratch}", 'evaluate.prompts="The "')
         changes = (*asked, "evaluate.every=10", f"train.steps={10 * times}", "train.eval_rows=16")
         layout = ("job.num_nodes=1", "job.ranks_per_node=2", "mesh.ep=2", "mesh.dp_replicate=1")
         run_dir = Path(scratch) / "run"

@@ -48,7 +48,7 @@ def generate(
     if prompt_S.numel() == 0:
         raise ValueError("the prompt is empty; generation needs at least one token")
     check_request(num_tokens, temperature, top_p)
-    check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
+    _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed % 2**64)
     cache, new_S, seen = model.new_cache(cache_loops), prompt_S, 0
     for _ in range(num_tokens):
@@ -91,8 +91,7 @@ def check_request(num_tokens: int, temperature: float, top_p: float = 1.0) -> No
         raise ValueError(f"temperature={temperature} must be finite and at least 0")
 
 
-def check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:
-    """Raises ValueError if the model cannot generate, or not with this context."""
+def _check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:
     experts = model.config.experts
     if experts is not None and experts.router.reads_whole_sequences:
         raise ValueError(
