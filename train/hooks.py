@@ -68,8 +68,9 @@ def log_step(run: OpenRun, result: StepResult) -> None:
 
 
 def is_logged(run: Run, number: int) -> bool:
-    """Returns whether a step will be logged, unless it is the last, which always is."""
-    return number == run.state.first_step or due(number, run.config.train.log_every)
+    """Returns whether a step will be logged, unless a stop request makes it the last."""
+    ends = run.state.first_step, run.config.train.steps
+    return number in ends or due(number, run.config.train.log_every)
 
 
 def log_spike(run: OpenRun, result: StepResult) -> None:

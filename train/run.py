@@ -64,7 +64,7 @@ class StepResult:
     counted_targets: int | None
     own_s: float | None  # forward and backward here, without waiting for others; None: on a GPU
     spike: Spike | None  # if it was one; all ranks skipped its update
-    grad_norms: dict[str, float]  # by part of the model
+    grad_norms: dict[str, float]  # by part of the model, if the step is logged
 
 
 @dataclass
