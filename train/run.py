@@ -33,7 +33,7 @@ from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
 from .metrics.spikes import SkipPolicy, Spike
-from .metrics.step_metrics import Pace, StepClock, StepMeter
+from .metrics.step_metrics import StepClock, StepMeter
 from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
@@ -74,10 +74,11 @@ class RunState:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     first_step: int = 1  # of this process
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
-    pace: Pace = field(default_factory=Pace)
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
-    # at the present step, equal on all ranks: the loss as "validation", accuracies by tasks' names
+    measured_from_s: float = 0.0  # when the first step of this process was logged
+    peak_tokens_per_s: float | None = None  # of all ranks, at an MFU of 1; None: unknown
+    # of this step, equal on all ranks: the loss as "validation", accuracies by tasks' names
     measured: dict[str, float] = field(default_factory=dict)
 
 
