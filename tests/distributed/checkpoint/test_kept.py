@@ -100,26 +100,6 @@ def test_what_may_stay_is_copied_although_newer_ones_wait(
     assert [record.error for record in second.poll()] == [None, None, None]
 
 
-def steps_copied_again(run_dir: Path, keys: dict[str, Any]) -> list[int]:
-    config = CheckpointConfig(**keys)
-    with meshed() as (process, mesh):
-        second = SecondCopy(str(config.copy_to), run_dir, config)
-        saver = saver_in(run_dir / "checkpoints", process, mesh, second=second, **keys)
-        found = saver.newest_whole()
-        assert found is not None
-        saver.adopt(found)
-        saver.wait_for_copies(10)
-        return [record.step for record in saver.poll_copies()]
-
-
-def test_a_resumed_run_copies_what_a_killed_one_has_not(tmp_path: Path) -> None:
-    run, keys = tmp_path / "run", BEST | {"copy_to": f"file://{tmp_path}/place"}
-    assert saved(run, keys, (1, 1.0), (2, 3.0), (3, 2.0)) == [1, 3]
-    (tmp_path / "place" / "run" / "step_00000001" / "manifest.json").unlink()
-    assert run_ranks(steps_copied_again, 1, run, keys) == [[1]]
-    assert SecondCopy(keys["copy_to"], run, CheckpointConfig(**BEST)).steps() == [3, 1]
-
-
 def test_ls_says_why_each_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
