@@ -8,8 +8,8 @@ The first update makes A equal to W. For its first 1 / (1 − d) updates, `ema` 
 updates, `last` is the uniform mean of the last h + 1 to 2 h, for one more copy, B, instead of 2 h. Skipped updates do not
 count.
 
-A is the entry `average` of every parameter's state and B `average_recent`, so checkpoints, other layouts, FSDP shards and moved
-experts carry them like a moment. Every operation on elements rounds once, so the bits do not depend on the layout.
+A is the entry `weight_average` of every parameter's state and B `recent_average`, so checkpoints, other layouts, FSDP shards
+and moved experts carry them like a moment. Every operation on elements rounds once, so the bits do not depend on the layout.
 Buffers that a router learns without a gradient (a selection bias) have no average: they balance the load of the
 present routing, and are taken as they are, as torch's `AveragedModel` does.
 
@@ -27,13 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..plugins import PluginError
 from .local_shard import local_tensor
 
 logger = logging.getLogger(__name__)
 
-AVERAGE, RECENT = "average", "average_recent"
-_ENTRIES = {"ema": (AVERAGE,), "last": (AVERAGE, RECENT)}
+AVERAGE, RECENT = "weight_average", "recent_average"
 _AT_ONCE = 16  # tensors of a GPU whose differences are in memory together
 
 
@@ -50,15 +48,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Averages the weights of the update that was just made.
-
-        Raises:
-            PluginError: as for `allocate`.
-        """
+        """Averages the weights of the update that was just made."""
         if self.kind is None:
             return
         if not self.updates:
-            self.allocate(self.kind)
+            self._allocate()
         if self.kind == "last" and self.recent >= self.span // 2:
             _copy(self._entries(AVERAGE), self._entries(RECENT))
             torch._foreach_zero_(self._entries(RECENT))  # pyright: ignore[reportPrivateImportUsage]
@@ -85,34 +79,25 @@ class WeightAverage:
         counts = {"kind": self.kind, "updates": self.updates, "recent": self.recent}
         return {"average": counts} if self.updates else {}
 
-    def allocate(self, kind: str | None) -> None:
-        """Adds an average of zeros to the optimizer's state, which must have its own entries by then.
-
-        Raises:
-            PluginError: a user's own optimizer keeps an entry of that name.
-        """
-        for key in _ENTRIES.get(str(kind), ()):
-            for state in self._states():
-                if key in state:
-                    raise PluginError(
-                        f"optim.kind: {type(self.optimizer).__name__} keeps {key!r} itself, where "
-                        f"train.average={kind} keeps the average of the weights: rename it there, or leave "
-                        "train.average out"
-                    )
-            for parameter, state in zip(self.parameters, self._states(), strict=True):
-                state[key] = torch.zeros_like(parameter, dtype=torch.float32)
-
-    def adopt(self, meta: Mapping[str, Any]) -> None:
-        """Goes on with the average of a checkpoint, which is loaded, or drops one of another kind."""
-        saved, progress = meta.get("average", {}), meta["progress"]
+    def restore(self, meta: Mapping[str, Any]) -> bool:
+        """Takes a checkpoint's counts, and makes room for its average; returns whether it is of this kind."""
+        saved = meta.get("average", {})
         if self.kind == saved.get("kind"):
-            self.updates, self.recent = saved.get("updates", 0), saved.get("recent", 0)
-            return
-        for key in _ENTRIES.get(str(saved.get("kind")), ()):
-            for state in self._states():
-                del state[key]
-        if self.kind is not None and progress["updates"] and dist.get_rank() == 0:
-            logger.warning("step %d has no average of this kind: one begins here", progress["step"])
+            if saved:
+                self._allocate()
+                self.updates, self.recent = saved["updates"], saved["recent"]
+            return True
+        if self.kind is not None and meta["progress"]["updates"] and dist.get_rank() == 0:
+            step = meta["progress"]["step"]
+            logger.warning("step %d has no average of this kind: one begins here", step)
+        return False
+
+    def _allocate(self) -> None:
+        """Adds averages of zeros to the optimizer's state, which must have its own entries by then."""
+        for parameter in self.parameters:
+            for key in (AVERAGE, RECENT) if self.kind == "last" else (AVERAGE,):
+                zeros = torch.zeros_like(parameter, dtype=torch.float32)
+                self.optimizer.state[parameter][key] = zeros
 
     def _approach(self, key: str, share: float) -> None:
         """Moves an average towards the weights by a share of the difference."""
@@ -129,10 +114,7 @@ class WeightAverage:
         return [local_tensor(parameter.detach()) for parameter in self.parameters]
 
     def _entries(self, key: str) -> list[Tensor]:
-        return [local_tensor(state[key]) for state in self._states()]
-
-    def _states(self) -> list[dict[str, Any]]:
-        return [self.optimizer.state[parameter] for parameter in self.parameters]
+        return [local_tensor(self.optimizer.state[each][key]) for each in self.parameters]
 
 
 @torch.no_grad()

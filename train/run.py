@@ -268,15 +268,13 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     if updates := found.meta.meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
-    run.average.allocate(found.meta.meta.get("average", {}).get("kind"))
+    more = not run.average.restore(found.meta.meta) or not updates  # old imports have zero moments
     state = state_tensors(run.model, run.optimizer)
-    imported = not updates  # old imports have zero moments
-    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=imported)
+    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=more)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])
-    run.average.adopt(meta)
     run.judge.restore(meta.get("spikes", {}))
     return meta
 

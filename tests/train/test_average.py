@@ -98,7 +98,7 @@ REFERENCE: dict[str, Callable[[Sequence[Step]], Step]] = {"ema": ema_of, "last":
 
 def check_averages(run_dir: Path, kind: str, weights: dict[int, Step], begin: int = 1) -> None:
     """Compares the average of every checkpoint with the mean of all weights from `begin` on."""
-    averages = steps_of(run_dir, "optimizer.average.")
+    averages = steps_of(run_dir, "optimizer.weight_average.")
     for step, found in averages.items():
         if step < begin:
             continue
@@ -114,7 +114,7 @@ def check_averages(run_dir: Path, kind: str, weights: dict[int, Step], begin: in
 def part(run_dir: Path) -> Step:
     """Returns the newest state without averages."""
     state = newest_state(run_dir)
-    return {name: one for name, one in state.items() if not name.startswith("optimizer.average")}
+    return {name: one for name, one in state.items() if "_average." not in name}
 
 
 @pytest.mark.parametrize("run", slow_but(RUNS, "replicas", "fsdp", "muon", "bfloat16_only"))
@@ -153,7 +153,7 @@ def test_a_run_may_begin_change_and_end_it(data: Path, tmp_path: Path) -> None:
     trained(4, "last")
     trained(STEPS, "ema")
     check_averages(run_dir, "ema", steps_of(run_dir), begin=5)
-    assert not any("average_recent" in name for name in newest_state(run_dir))
+    assert not any("recent_average" in name for name in newest_state(run_dir))
     trained(STEPS + 1, None)
     assert part(run_dir).keys() == newest_state(run_dir).keys()
 
@@ -175,7 +175,7 @@ def test_skipped_updates_do_not_count(data: Path, tmp_path: Path) -> None:
     run_ranks(skipping, 1, config_of(data), tmp_path)
     weights = steps_of(tmp_path)
     assert not steps_of(tmp_path, "optimizer.")[1]
-    averages = steps_of(tmp_path, "optimizer.average.")
+    averages = steps_of(tmp_path, "optimizer.weight_average.")
     expected = ema_of([weights[step] for step in (2, 3, 5, 6, 7, 8)])
     for name, average in averages[STEPS].items():
         torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
@@ -206,7 +206,10 @@ def test_everything_that_opens_a_model_reads_it(
     assert f"averaged weights  {line['average_loss']:.4f}" in printed.getvalue()
     loaded = api.load(averaged, weights="average")
     weights, state = loaded.model.state_dict(), newest_state(averaged)
-    assert different(weights, {name: state[f"optimizer.average.{name}"] for name in weights}) == []
+    assert (
+        different(weights, {name: state[f"optimizer.weight_average.{name}"] for name in weights})
+        == []
+    )
     assert api.evaluate(loaded, max_rows=8).result.loss == line["average_loss"]
     saved = newest_state(api.save(loaded, tmp_path / "saved"))
     assert different(saved, {f"model.{name}": weight for name, weight in weights.items()}) == []
