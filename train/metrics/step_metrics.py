@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...distributed.dispatch.exchange import Counters, hottest_factor
 from ...distributed.process.process import Process
-from ...model.cost import forward_flops, peak_flops
+from ...model.cost import PEAKS, forward_flops
 from ...model.execution.precision import products_dtype
 from ..config.run_config import Config
 from ..loss import MicroBatchLoss
@@ -116,10 +116,11 @@ def peak_tokens_per_s(config: Config, process: Process) -> float | None:
     """Returns all ranks' tokens/s at an MFU of 1; None if rank 0's GPU is unknown, or loops grow."""
     if process.device.type != "cuda" or config.model.loops.depth.kind == "growing":
         return None
-    dtype = products_dtype(config.train.precision)
-    peak = peak_flops(torch.cuda.get_device_name(process.device), dtype)
-    flops = forward_flops(config.model, config.data.seq_len).training
-    return None if peak is None else process.world_size * peak / flops
+    peaks = PEAKS.get(torch.cuda.get_device_name(process.device))
+    if peaks is None:
+        return None
+    peak = peaks[products_dtype(config.train.precision) == torch.float32]
+    return process.world_size * peak / forward_flops(config.model, config.data.seq_len).training
 
 
 def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:
