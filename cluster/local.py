@@ -106,10 +106,11 @@ def dry_run(
             measured = json.loads((folder / RESULT).read_text())
             words = _report_of(config, measured, is_whole=is_whole)
     console.print(Text(words), soft_wrap=True)
-    cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
-    for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
+    cause = status.root_cause and replace(status.root_cause, log=None)
+    status = replace(status, run_dir=run_dir, generation=0, root_cause=cause)  # its logs are gone
+    for part in explain_failure(status, told=status.reason):
         console.print(part)
-    return replace(status, run_dir=run_dir)
+    return status
 
 
 def _run_dry(config: Config, folder: Path) -> JobStatus:
@@ -135,6 +136,7 @@ def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool) ->
     """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
     train, saves, each = config.train, config.checkpoint, measured["checkpoint"]
     rate = train.global_batch * config.data.seq_len / measured["step_s"]
+    run_s = train.steps * measured["step_s"]
     lines = {
         "memory": f"at most {measured['memory'] / 1e9:.3g} GB on a rank",
         "step": f"{measured['step_s']:.3g} s, {rate:,.0f} tokens/s",
@@ -146,7 +148,7 @@ def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool) ->
         saved += train.steps // saves.keep_every if saves.keep_every else 0
         saved += bool(saves.keep_best)
         copies = ", and as many copies" * bool(saves.copy_to)
-        lines["run"] = f"{train.steps:,} steps in {duration(measured['run_s'])}, and evaluations"
+        lines["run"] = f"{train.steps:,} steps in {duration(run_s)}, and evaluations"
         lines["disk"] = (
             f"{saved * each / 1e9:,.3f} GB for up to {saved} checkpoints at once{copies}"
         )

@@ -17,7 +17,7 @@ from rich.console import Console
 from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
 from world import run_ranks
 
-from moebius.cluster.job import JobStatus, State
+from moebius.cluster.job import JobStatus, State, TrainingFailed
 from moebius.cluster.local import dry_run, train_here
 from moebius.data_pipeline.read.given import giving
 from moebius.train.config.resolve import resolve
@@ -116,6 +116,7 @@ def test_an_error_of_a_rank_is_told_and_leaves_nothing(
     assert "no memory [left]" in text
     assert str(scratch) not in text
     assert not (tmp_path / "run").exists()
+    assert "; see " not in str(TrainingFailed(status))
 
 
 def make_dry_steps(config: Config, run_dir: Path) -> str:
