@@ -12,17 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from parts import make_config
 from rich.console import Console
 from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
-from world import run_ranks
 
 from moebius.cluster.job import JobStatus, State, TrainingFailed
 from moebius.cluster.local import dry_run, train_here
 from moebius.data_pipeline.read.given import giving
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
-from moebius.train.metrics import dry_run as of_ranks
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import place_data
 
@@ -117,17 +114,6 @@ def test_an_error_of_a_rank_is_told_and_leaves_nothing(
     assert str(scratch) not in text
     assert not (tmp_path / "run").exists()
     assert "; see " not in str(TrainingFailed(status))
-
-
-def make_dry_steps(config: Config, run_dir: Path) -> str:
-    return of_ranks.dry_run(config, run_dir)
-
-
-def test_a_stop_request_is_no_end_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()
-    assert run_ranks(make_dry_steps, 2, make_config(mesh__ep=2), tmp_path) == ["stopped"] * 2
-    told = json.loads((tmp_path / "result.json").read_text())
-    assert (told["state"], told["step"]) == ("stopped", 0)  # at train.steps it would have succeeded
 
 
 @pytest.mark.slow

@@ -32,31 +32,25 @@ _LOOKED_AT = 64  # steps, whose loops are compared
 
 
 def dry_run(config: Config, run_dir: Path) -> str:
-    """Makes the steps, and writes what they take into result.json; a collective call.
-
-    Returns:
-        "finished", or "stopped" after a stop request.
-    """
+    """Makes the steps, and writes what they take into result.json; a collective call."""
     train = config.train
     with start_process(train.device, timeout_s=train.timeout_s, threads=train.threads) as process:
         run = assemble(config, run_dir, process, open_heartbeat())
-        batch, step_s, end = _drawn_batch(run), 0.0, {"state": "finished", "step": train.steps}
+        batch, step_s = _drawn_batch(run), 0.0
         for done in _steps(config):
             run.state.progress = replace(run.progress, step=done)
             run.heartbeat.begin_step(done + 1)
             began_s = time.perf_counter()
-            if step(run, batch, rate=0.0).stop:
-                end = {"state": "stopped", "step": 0}  # at the last step, it would be an end
-                break
+            step(run, batch, rate=0.0)
             if process.device.type == "cuda":
                 torch.cuda.synchronize()
             step_s = time.perf_counter() - began_s
             run.heartbeat.end_step()
         run.heartbeat.enter(Phase.END)
-        measured = _measured(run, step_s)
+        result = {"state": "finished", "step": train.steps} | _measured(run, step_s)
         if process.rank == 0:
-            write_atomically(run_dir / "result.json", json.dumps(end | measured))
-        return str(end["state"])
+            write_atomically(run_dir / "result.json", json.dumps(result))
+    return "finished"
 
 
 def _steps(config: Config) -> list[int]:
