@@ -102,11 +102,10 @@ def dry_run(
             measured = json.loads((folder / RESULT).read_text())
             words = _report_of(config, measured)
     console.print(Text(words), soft_wrap=True)
-    cause = status.root_cause and replace(status.root_cause, log=None)
-    status = replace(status, run_dir=run_dir, generation=0, root_cause=cause)  # its logs are gone
-    for part in explain_failure(status, told=status.reason):
+    cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
+    for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
         console.print(part)
-    return status
+    return replace(status, run_dir=run_dir)
 
 
 def _run_dry(config: Config, folder: Path) -> JobStatus:
@@ -130,10 +129,8 @@ def _run_dry(config: Config, folder: Path) -> JobStatus:
 
 def _report_of(config: Config, measured: dict[str, float]) -> str:
     """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
-    data = config.data
-    is_whole = data.dataset or (
-        is_prepared(data.directory) and read_manifest(data.directory).complete
-    )
+    where = config.data.directory
+    is_whole = is_prepared(where) and read_manifest(where).complete
     train, saves, each = config.train, config.checkpoint, measured["checkpoint"]
     rate = train.global_batch * config.data.seq_len / measured["step_s"]
     run_s = train.steps * measured["step_s"]
