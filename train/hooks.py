@@ -189,7 +189,7 @@ def evaluate_run(run: OpenRun) -> None:
 
 def evaluate_average(run: OpenRun) -> dict[str, float]:
     """Returns the validation loss of the averaged weights by its name in the log; {} without them."""
-    if not run.average.updates:
+    if not run.average.counts:
         return {}
     with run.average.in_use():
         run.model.before_step(run.progress.step)  # some routers bring their weights to a norm
