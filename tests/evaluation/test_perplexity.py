@@ -94,7 +94,7 @@ def write_records(path, texts, field="text"):
 
 def test_a_document_is_scored_as_by_a_plain_pass_over_each_window(bytes_run, tmp_path):
     texts = ["Short.", "word, " * 25 + "last."]
-    found = measure_text(bytes_run, [str(write_records(tmp_path / "two.jsonl", texts))])
+    found = measure_sliding(bytes_run, files=[str(write_records(tmp_path / "two.jsonl", texts))])
     assert found is not None
     with start_process("cpu") as process, torch.no_grad():
         model = restore(bytes_run, process).model
