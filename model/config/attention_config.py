@@ -53,6 +53,37 @@ class YarnConfig(Keys):
         return [1 - slow + slow / self.factor for slow in slowed]
 
 
+class Llama3Config(Keys):
+    """Configures Llama 3.1's positions (its released code), which slow long wavelengths alone."""
+
+    factor: PositiveFloat = 8.0
+    """How many times longer texts become; slow rotations turn by 1/`factor`."""
+
+    original_positions: PositiveInt = 8192
+    """Positions of the texts that the model was trained on before."""
+
+    low_freq_factor: PositiveFloat = 1.0
+    """Turns within `original_positions` up to which a rotation is slowed by the whole `factor`."""
+
+    high_freq_factor: PositiveFloat = 4.0
+    """Turns within `original_positions` from which a rotation keeps its speed."""
+
+    def speeds(self, width: int, base: float) -> list[float]:
+        """Returns the factor of each of `width`/2 rotations, from 1/`factor` to 1."""
+        low, high = self.low_freq_factor, self.high_freq_factor
+        length = self.original_positions / (2 * math.pi)
+        turns = [length * base ** (-2 * pair / width) for pair in range(width // 2)]
+        kept = [min(1.0, max(0.0, (each - low) / (high - low))) for each in turns]
+        return [keep + (1 - keep) / self.factor for keep in kept]
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high:
+            raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}")
+        return self
+
+
 class RotaryConfig(Keys):
     """Configures rotary positions (RoFormer, arXiv 2104.09864), which rotate queries and keys."""
 
@@ -71,6 +102,15 @@ class RotaryConfig(Keys):
 
     yarn: YarnConfig | None = Field(default=None, examples=[{"factor": 4}])
     """Stretches positions to texts longer than the model was trained on; none: as they are."""
+
+    llama3: Llama3Config | None = Field(default=None, examples=[{"factor": 8}])
+    """Stretches positions as Llama 3.1 does; none: as they are."""
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> Self:
+        if self.yarn and self.llama3:
+            raise ValueError("positions.yarn with positions.llama3: set one of them to none")
+        return self
 
 
 class LearnedPositionsConfig(Keys):
