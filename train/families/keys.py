@@ -12,7 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from ...model.config.attention_config import Llama3Config
 from ...model.config.model_config import ModelConfig
+from ...model.config.sections import plain_message
 from ..config.run_config import ConfigError
 
 MOST = 10**7  # of any size or count in config.json
@@ -289,15 +293,18 @@ class Windows:
     step: int = 2  # without a list every so many layers have it, from the first
     switch: bool = False  # use_sliding_window turns it on; below max_window_layers if listed
     listed: bool = True  # layer_types is written
+    begins: bool = False  # with max_window_layers, where otherwise the layers with a window end
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """Returns the window and its layers."""
         reader.known.update(("layer_types", "sliding_window"))
-        count = last = reader.take("num_hidden_layers", int)
+        count = reader.take("num_hidden_layers", int)
         is_used = reader.take("use_sliding_window", bool) if self.switch else True
+        having = range(count if is_used else 0)
         if is_used and self.switch and self.listed:
-            last = reader.take("max_window_layers", int)
-        usual = [_TYPES[is_used and n < last and n % self.step == 0] for n in range(count)]
+            bound = reader.take("max_window_layers", int)
+            having = having[bound:] if self.begins else having[:bound]
+        usual = [_TYPES[n in having and n % self.step == 0] for n in range(count)]
         types = reader.values.get("layer_types") or usual
         is_list = isinstance(types, list) and len(types) == count
         if not is_list or any(each not in _TYPES for each in types):
@@ -305,7 +312,7 @@ class Windows:
             raise UnfitError(f"layer_types={types!r:.{_SHOWN}} must name {count} layers {names}")
         layers = tuple(n for n in range(count) if types[n] == _TYPES[True])
         window = reader.take("sliding_window", int, null=True) if is_used else None
-        if not layers or (window is None and "layer_types" not in reader.values):
+        if not layers or (window is None and types is usual):
             return {}
         if not window:
             raise UnfitError(
@@ -323,7 +330,8 @@ class Windows:
         if self.listed:
             found["layer_types"] = [_TYPES[n in layers] for n in range(count)]
         if self.switch:
-            found |= {"use_sliding_window": window is not None, "max_window_layers": count}
+            bound = layers[0] if self.begins and layers else count
+            found |= {"use_sliding_window": window is not None, "max_window_layers": bound}
         return found
 
 
@@ -335,7 +343,7 @@ _ROPE = {  # defaults of rope_parameters
 
 @dataclass(frozen=True)
 class Rotary:
-    """Maps rotary positions: rope_theta and rope_scaling, or rope_parameters, with YaRN."""
+    """Maps rotary positions: rope_theta and rope_scaling, or rope_parameters, with their scaling."""
 
     theta: float = 10000.0
     share: float = 1.0  # of a head's channels that rotate, without partial_rotary_factor
@@ -343,7 +351,7 @@ class Rotary:
     latent: bool = False  # multi-head latent attention, whose width is fixed and scale has m²
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """Returns width, base, YaRN and the factors that follow from it."""
+        """Returns width, base, scaling and the factors that follow from it."""
         rope = self._parameters(reader)
         kind, base = rope.take("rope_type", str, ("type",)), rope.take("rope_theta", float)
         found = {"positions.kind": "rotary", "positions.base": base}
@@ -356,9 +364,11 @@ class Rotary:
             found["positions.width"] = int(reader.take("head_dim", int) * share)
         if kind == "yarn":
             found |= self._yarn(rope, reader)
+        elif kind == "llama3":
+            found["positions.llama3"] = _llama3(rope)
         elif kind != "default":
             raise UnfitError(
-                f"rope_type={kind!r:.{_SHOWN}}: only default and yarn are computed here"
+                f"rope_type={kind!r:.{_SHOWN}}: only default, yarn and llama3 are computed here"
             )
         rope.refuse_unknown()
         reader.notes += [note for note in rope.notes if note.startswith("rope_theta")]
@@ -403,20 +413,25 @@ class Rotary:
 
     def write(self, model: Dotted) -> dict[str, Any]:
         """Returns the positions in both dialects."""
-        base, yarn = model["attention.positions.base"], model["attention.positions.yarn"]
+        base, scaling = model["attention.positions.base"], self._scaling(model)
         width, d_head = model["attention.positions.width"], model["attention.d_head"]
         share = {} if self.share == 1 else {"partial_rotary_factor": width / d_head}
-        scaling = None if yarn is None else {"rope_type": "yarn"} | self._scaling(model, yarn)
         both = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": base} | share
         return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": both} | share
 
-    def _scaling(self, model: Dotted, yarn: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: value for name, value in yarn.items() if name != "original_positions"}
-        found["original_max_position_embeddings"] = yarn["original_positions"]
-        usual = _m(yarn["factor"])
+    def _scaling(self, model: Dotted) -> dict[str, Any] | None:
+        kinds = {kind: model[f"attention.positions.{kind}"] for kind in ("yarn", "llama3")}
+        kind = next((kind for kind, values in kinds.items() if values is not None), None)
+        if kind is None:
+            return None
+        found = {"rope_type": kind, **kinds[kind]}
+        found["original_max_position_embeddings"] = found.pop("original_positions")
+        if kind == "llama3":
+            return found
+        usual = _m(found["factor"])
         if self.latent:
             width = model["attention.d_head"] + model["attention.d_rotary"]
-            all_dim = _solved(model["attention.scale"], width, yarn["factor"])
+            all_dim = _solved(model["attention.scale"], width, found["factor"])
             found |= {"mscale": all_dim, "mscale_all_dim": all_dim} if all_dim else {}
             usual = 1.0 if all_dim else usual
         amplitude = model["attention.positions.amplitude"]
@@ -424,6 +439,17 @@ class Rotary:
 
 
 Part = Own | ConfigKey | Only | Balance | Windows | Rotary
+
+
+def _llama3(rope: Reader) -> dict[str, Any]:
+    """Returns the keys of `Llama3Config`, and refuses values that it does not take."""
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    found = {name: rope.take(name, float) for name in names}
+    found["original_positions"] = rope.take("original_max_position_embeddings", int)
+    try:
+        return Llama3Config.model_validate(found).model_dump()
+    except ValidationError as error:
+        raise UnfitError(f"{_listed(rope.asked)}: {plain_message(error.errors()[0])}") from None
 
 
 def _m(factor: float, scale: float = 1.0) -> float:
