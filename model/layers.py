@@ -177,15 +177,14 @@ RotaryTable = tuple[Tensor, Tensor]
 def rotary_table(positions: Tensor, width: int, rotary: RotaryConfig) -> RotaryTable:
     """Returns cosine and sine of the positions, each (*positions, width), in their dtype.
 
-    inv_freq_i = base^(−2i/width), slowed by YaRN or Llama 3.1's scaling if configured. The angles of
-    the first half of the rotated channels repeat in the second, and the first half's sines are
-    negated: each channel adds its partner in the other half times this. Source: RoFormer, arXiv
-    2104.09864, eq. 15.
+    inv_freq_i = base^(−2i/width), slowed by YaRN if configured. The angles of the first half of the
+    rotated channels repeat in the second, and the first half's sines are negated: each channel adds
+    its partner in the other half times this. Source: RoFormer, arXiv 2104.09864, eq. 15.
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)
     speeds = rotary.base ** (-exponents / max(width, 1))
-    if scaling := rotary.yarn or rotary.llama3:
-        slowed = tuple(scaling.speeds(width, rotary.base))
+    if rotary.yarn is not None:
+        slowed = tuple(rotary.yarn.speeds(width, rotary.base))
         speeds = speeds * literal(slowed, speeds.dtype, speeds.device)
     angles = positions[..., None] * speeds
     cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude

@@ -66,7 +66,6 @@ _BEYOND_CODE: dict[str, tuple[Any, ...]] = {
     "attention.window": (None,),
     "attention.sinks": (False,),
     "attention.positions.yarn": (None,),
-    "attention.positions.llama3": (None,),
     "attention.positions.amplitude": (1.0,),
     "feed_forward.d_shared_expert": (None,),
     "feed_forward.shared_gate": (False,),

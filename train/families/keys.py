@@ -12,11 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from ...model.config.attention_config import Llama3Config
 from ...model.config.model_config import ModelConfig
-from ...model.config.sections import plain_message
 from ..config.run_config import ConfigError
 
 MOST = 10**7  # of any size or count in config.json
@@ -339,6 +335,10 @@ _ROPE = {  # defaults of rope_parameters
     **dict(rope_type="default", beta_fast=32.0, beta_slow=1.0, truncate=True, factor=None),
     **dict(mscale=0.0, mscale_all_dim=0.0, attention_factor=None),
 }
+# Of two kinds of rope_parameters: the keys of YarnConfig
+_STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_positions"}
+_YARN = _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "truncate")}
+_LLAMA3 = _STRETCH | {"low_freq_factor": "beta_slow", "high_freq_factor": "beta_fast"}
 
 
 @dataclass(frozen=True)
@@ -354,6 +354,8 @@ class Rotary:
         """Returns width, base, scaling and the factors that follow from it."""
         rope = self._parameters(reader)
         kind, base = rope.take("rope_type", str, ("type",)), rope.take("rope_theta", float)
+        if base <= 1:
+            raise UnfitError(f"rope_theta={base} must be above 1")
         found = {"positions.kind": "rotary", "positions.base": base}
         share = rope.take("partial_rotary_factor", float)
         if share != 1:
@@ -365,7 +367,7 @@ class Rotary:
         if kind == "yarn":
             found |= self._yarn(rope, reader)
         elif kind == "llama3":
-            found["positions.llama3"] = _llama3(rope)
+            found["positions.yarn"] = _llama3(rope)
         elif kind != "default":
             raise UnfitError(
                 f"rope_type={kind!r:.{_SHOWN}}: only default, yarn and llama3 are computed here"
@@ -413,25 +415,21 @@ class Rotary:
 
     def write(self, model: Dotted) -> dict[str, Any]:
         """Returns the positions in both dialects."""
-        base, scaling = model["attention.positions.base"], self._scaling(model)
+        base, yarn = model["attention.positions.base"], model["attention.positions.yarn"]
         width, d_head = model["attention.positions.width"], model["attention.d_head"]
         share = {} if self.share == 1 else {"partial_rotary_factor": width / d_head}
+        scaling = None if yarn is None else self._scaling(model, yarn)
         both = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": base} | share
         return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": both} | share
 
-    def _scaling(self, model: Dotted) -> dict[str, Any] | None:
-        kinds = {kind: model[f"attention.positions.{kind}"] for kind in ("yarn", "llama3")}
-        kind = next((kind for kind, values in kinds.items() if values is not None), None)
-        if kind is None:
-            return None
-        found = {"rope_type": kind, **kinds[kind]}
-        found["original_max_position_embeddings"] = found.pop("original_positions")
-        if kind == "llama3":
-            return found
-        usual = _m(found["factor"])
+    def _scaling(self, model: Dotted, yarn: Mapping[str, Any]) -> dict[str, Any]:
+        if yarn["ramp"] == "turns":
+            return {"rope_type": "llama3"} | {name: yarn[_LLAMA3[name]] for name in _LLAMA3}
+        found = {"rope_type": "yarn"} | {name: yarn[_YARN[name]] for name in _YARN}
+        usual = _m(yarn["factor"])
         if self.latent:
             width = model["attention.d_head"] + model["attention.d_rotary"]
-            all_dim = _solved(model["attention.scale"], width, found["factor"])
+            all_dim = _solved(model["attention.scale"], width, yarn["factor"])
             found |= {"mscale": all_dim, "mscale_all_dim": all_dim} if all_dim else {}
             usual = 1.0 if all_dim else usual
         amplitude = model["attention.positions.amplitude"]
@@ -442,14 +440,20 @@ Part = Own | ConfigKey | Only | Balance | Windows | Rotary
 
 
 def _llama3(rope: Reader) -> dict[str, Any]:
-    """Returns the keys of `Llama3Config`, and refuses values that it does not take."""
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    found = {name: rope.take(name, float) for name in names}
-    found["original_positions"] = rope.take("original_max_position_embeddings", int)
-    try:
-        return Llama3Config.model_validate(found).model_dump()
-    except ValidationError as error:
-        raise UnfitError(f"{_listed(rope.asked)}: {plain_message(error.errors()[0])}") from None
+    """Returns Llama 3.1's scaling as keys of YaRN.
+
+    Raises:
+        UnfitError: a key is missing or no scaling.
+    """
+    kinds = dict.fromkeys(_LLAMA3, float) | {"original_max_position_embeddings": int}
+    given = {name: rope.take(name, kind) for name, kind in kinds.items()}
+    are_numbers = all(isinstance(value, int | float) and value > 0 for value in given.values())
+    if not are_numbers or given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise UnfitError(
+            f"rope_type='llama3' with {_listed(given)}: all must be above 0, and low_freq_factor "
+            "below high_freq_factor"
+        )
+    return {ours: given[name] for name, ours in _LLAMA3.items()} | {"ramp": "turns"}
 
 
 def _m(factor: float, scale: float = 1.0) -> float:
