@@ -166,6 +166,7 @@ def test_folders_that_cannot_start_a_run_are_refused(published: dict, tmp_path: 
 # Whose settings ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", HUB)
 def test_a_published_size_trains_on_with_its_recipe_at_a_lower_rate(name: str) -> None:
     recipe = RECIPES[name]()
