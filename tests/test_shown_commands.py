@@ -32,6 +32,7 @@ from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.layout import MeshConfig
+from moebius.evaluation.while_training import Examiner
 from moebius.model.transformer import Transformer
 from moebius.train import loop
 from moebius.train.config.run_config import Config, JobConfig
@@ -122,7 +123,8 @@ class Node(PretendedNode):
         one_rank = {"mesh": MeshConfig(), "job": JobConfig(), "train": whole}
         os.environ["MOEBIUS_GENERATION"] = str(self.runs[0])
         try:
-            assert loop.train(config.model_copy(update=one_rank), run_dir) == "finished"
+            alone = config.model_copy(update=one_rank)
+            assert loop.train(alone, run_dir, examine=Examiner()) == "finished"
         finally:
             del os.environ["MOEBIUS_GENERATION"]
         return OK
