@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from published_case import RECORDED, arrays_of, recorded_model
+from published_case import RECORDED, arrays_of, unbalanced_model
 
 
 @pytest.mark.slow
@@ -10,7 +10,7 @@ from published_case import RECORDED, arrays_of, recorded_model
 @pytest.mark.parametrize("name", RECORDED)
 def test_logits_and_gradients_of_experts_are_the_recorded_ones(name: str) -> None:
     recorded = arrays_of(name)
-    model = recorded_model(name, backend="triton", feed_forward__router__balance=0.0)
+    model = unbalanced_model(name, backend="triton")
     out = model(recorded["ids"])
     # The router's kernel adds three bfloat16 products, about 2^-17 of a logit; without it 2e-5 holds.
     torch.testing.assert_close(out.logits_BSV.detach(), recorded["logits"], atol=1e-4, rtol=0)
@@ -19,7 +19,7 @@ def test_logits_and_gradients_of_experts_are_the_recorded_ones(name: str) -> Non
             router.backend = "reference"
     out = model(recorded["ids"])
     torch.testing.assert_close(out.logits_BSV.detach(), recorded["logits"], atol=2e-5, rtol=0)
-    plain = recorded_model(name, backend="reference", feed_forward__router__balance=0.0)
+    plain = unbalanced_model(name, backend="reference")
     for each, logits in ((model, out.logits_BSV), (plain, plain(recorded["ids"]).logits_BSV)):
         assert not each.training
         logits.square().mean().backward()
