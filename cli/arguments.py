@@ -34,12 +34,15 @@ class NamesOrOwn(list[str]):
 class _Once(argparse._StoreAction):
     """Refuses an option that is given twice, of which argparse would keep only the last value."""
 
+    given_to: Any = None  # the namespace of the last command line that has it
+
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        if option_string and before != self.default:
+        if option_string and self.given_to is namespace:
+            before = getattr(namespace, self.dest)
             raise argparse.ArgumentError(
                 self, f"has {before} already: give it once, not {values} too"
             )
+        self.given_to = namespace
         super().__call__(parser, namespace, values, option_string)
 
 

@@ -89,15 +89,11 @@ def token_files(name: str) -> list[FoundFile]:
 
 def _refuse_missing(found: list[FoundFile]) -> None:
     """Refuses a folder that lacks one of the files of `save_to_disk`, which count themselves."""
-    names = [os.path.basename(file.url) for file in found]
-    for name in names:
-        match = _COUNTED.fullmatch(name)
-        wanted = (
-            [f"{match[1]}{n:05}-of-{match[2]}{_ARROW}" for n in range(int(match[2]))]
-            if match
-            else []
-        )
-        if missing := {*wanted} - {*names}:
+    names = {os.path.basename(file.url) for file in found}
+    counted = {match.group(1, 2) for match in map(_COUNTED.fullmatch, names) if match}
+    for stem, count in sorted(counted):
+        wanted = {f"{stem}{number:05}-of-{count}{_ARROW}" for number in range(int(count))}
+        if missing := wanted - names:
             raise InputError(
                 f"{os.path.dirname(found[0].url)} lacks {some_of(sorted(missing))}: copy the folder again"
             )
