@@ -291,6 +291,11 @@ LLAMA3["rope_parameters"] |= {"high_freq_factor": 4, "original_max_position_embe
             for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2")
             for kind in ("linear", "dynamic")
         ),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling has rope_type='yarn' and rope_parameters rope_type='default': leave out",
+        ),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not computed"),
         ("llama", LLAMA3, "low_freq_factor=4.0.* low_freq_factor below high_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is missing"),

@@ -382,7 +382,13 @@ class Rotary:
         values: dict[str, Any] = {}
         for name in ("rope_scaling", "rope_parameters"):
             reader.known.add(name)
-            values |= _of_kind(name, reader.values.get(name), dict) or {}
+            given = _of_kind(name, reader.values.get(name), dict) or {}
+            if other := [key for key in given if key in values and values[key] != given[key]]:
+                pair = [_listed({key: each[key] for key in other}) for each in (values, given)]
+                raise UnfitError(
+                    f"rope_scaling has {pair[0]} and {name} {pair[1]}: leave out one of the two"
+                )
+            values |= given
         values = values or dict(self.scaling or {})
         for name in ("rope_theta", "partial_rotary_factor"):
             value = reader.values.get(name)
