@@ -296,7 +296,6 @@ LLAMA3["rope_parameters"] |= {"high_freq_factor": 4, "original_max_position_embe
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling has rope_type='yarn' and rope_parameters rope_type='default': leave out",
         ),
-        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not computed"),
         ("llama", LLAMA3, "low_freq_factor=4.0.* low_freq_factor below high_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is missing"),
         ("mistral", {"attention_bias": True}, "attention_bias=True: moebius does not know"),
@@ -343,6 +342,13 @@ def test_refusals_speak_of_config_json_alone(name: str) -> None:
             assert not {word for word in words & OURS - config.keys() if "_" in word}, said
             assert not re.search("Value error|Input should|renormalise|FIXED", said), said
     assert refused > 20
+
+
+@pytest.mark.needs_shared
+def test_slices_of_llama_s_training_change_no_model() -> None:
+    """transformers 5 does not read `pretraining_tp`; 4 summed a product's slices."""
+    config, read = config_in(folder_of("hf_llama_a")), FAMILY.get("llama").read
+    assert read(config | {"pretraining_tp": 2})[0] == read(config)[0]
 
 
 def test_null_and_a_missing_key_are_told_apart() -> None:

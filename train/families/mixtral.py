@@ -19,7 +19,6 @@ LLAMA = f.Family(
         f.QKVO_BIAS,
         Rotary(),
         ConfigKey("mlp_bias", "feed_forward.dense_bias", bool),
-        Only("pretraining_tp", 1),
     ),
     constants=f.WITHOUT_EXPERTS,
     defaults=_LLAMA_SIZES | {"mlp_bias": False},
