@@ -455,6 +455,7 @@ def test_training_may_differ_within_a_family_and_nothing_else() -> None:
     family = FAMILY.get("glm4_moe")
     router = "feed_forward.router."
     assert family.fits(model.changed({f"{router}bias_rate": 0.001, f"{router}z_loss": 0.1}))
+    assert family.fits(model.changed({"initialisation.kind": "takase"}))
     assert not family.fits(model.changed({f"{router}scores": "softmax"}))
     assert not family.fits(model.changed({"norm": "sandwich"}))
     assert not family.fits(model.changed({"attention.positions.pairs": "neighbours"}))

@@ -147,6 +147,7 @@ class Dotted:
         self.values = plain = model.model_dump()
         attention, forward = plain["attention"], plain["feed_forward"]
         plain["norm_eps"] = plain["norm_eps"] or 1e-6  # of model/layers.py
+        plain["initialisation"].setdefault("std", 0.02)  # of a start that no config.json describes
         factors = {"True": model.d_model**0.5, "False": 1.0}
         plain["scale_embedding"] = factors.get(str(model.scale_embedding), model.scale_embedding)
         if attention.get("num_kv_heads", 0) is None:
