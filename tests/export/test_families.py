@@ -345,10 +345,17 @@ def test_refusals_speak_of_config_json_alone(name: str) -> None:
 
 
 @pytest.mark.needs_shared
-def test_slices_of_llama_s_training_change_no_model() -> None:
-    """transformers 5 does not read `pretraining_tp`; 4 summed a product's slices."""
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"pretraining_tp": 2},  # transformers 4 summed a product's slices
+        {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}},
+        {"max_sequence_length": 2048},
+    ],
+)
+def test_keys_that_the_class_of_llama_does_not_read_change_no_model(unread: dict[str, Any]) -> None:
     config, read = config_in(folder_of("hf_llama_a")), FAMILY.get("llama").read
-    assert read(config | {"pretraining_tp": 2})[0] == read(config)[0]
+    assert read(config | unread)[0] == read(config)[0]
 
 
 def test_null_and_a_missing_key_are_told_apart() -> None:

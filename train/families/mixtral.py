@@ -23,6 +23,8 @@ LLAMA = f.Family(
     constants=f.WITHOUT_EXPERTS,
     defaults=_LLAMA_SIZES | {"mlp_bias": False},
     rules=f.DENSE_MODEL,
+    # in SmolLM2's and the first Llama's files
+    ignored=("is_llama_config", "transformers.js_config", "max_sequence_length"),
 )
 MISTRAL = f.Family(
     ("mistral",),
