@@ -273,6 +273,7 @@ LLAMA3["rope_parameters"] |= {"high_freq_factor": 4, "original_max_position_embe
         ("glm4_moe", {"head_dim": 6}, "^partial_rotary_factor=0.5, head_dim=6: channels rotate in"),
         ("mixtral", {"new_trick": 3}, "new_trick=3: moebius does not know"),
         ("mixtral", {"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
+        ("mixtral", {"rms_norm_eps": 10**400}, "rms_norm_eps=10+ must be a finite number"),
         ("mixtral", {"num_experts": 9}, "name the same thing and differ"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not computed"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope': only"),

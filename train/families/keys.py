@@ -8,6 +8,7 @@ that of transformers 5 (rope_parameters).
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def _of_kind(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if kind is float and math.isfinite(value):
+        if kind is float and abs(value) <= sys.float_info.max:  # also integers of any length
             return float(value)
         if kind is int and 0 <= value <= MOST and value == int(value):
             return int(value)
