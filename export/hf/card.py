@@ -67,13 +67,17 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
     if stored.weights == "average":
         validation = "average_loss", "validation loss of these averaged weights"
     for kind, name in (("train", "training loss"), validation):
-        yield name, f"{losses[kind]:.4f} nats per token" if kind in losses else "unknown"
+        loss = losses.get(kind, "unknown")
+        yield name, loss if isinstance(loss, str) else f"{loss:.4f} nats per token"
     yield "checkpoint digest", stored.manifest.digest
 
 
-def _last_losses(log: Path, last_step: int) -> dict[str, float]:
-    """Returns the last losses that a run logged up to a step, by kind of line, and "average_loss"."""
-    found = {}
+def _last_losses(log: Path, last_step: int) -> dict[str, float | str]:
+    """Returns the last losses that a run logged up to a step, by kind of line, and "average_loss".
+
+    Those that are not finite are strings, as in the log.
+    """
+    found: dict[str, float | str] = {}
     for text in log.open(encoding="utf-8") if log.is_file() else ():
         try:
             line = json.loads(text)

@@ -23,7 +23,7 @@ from ...distributed.checkpoint.source import SOURCE_FILES, kept_files, read_sour
 from ...model.config.model_config import ModelConfig
 from ...train.families.family import Family
 from ...train.families.keys import BALANCE_KEYS, Dotted
-from ...train.families.table import family_of, pieces_of
+from ...train.families.table import FAMILY, family_of, pieces_of
 from ..safetensors import DTYPES, ExportedTensor, Precision
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -68,8 +68,17 @@ class Origin:
 def origin_of(run_dir: Path, model: ModelConfig) -> Origin | None:
     """Returns what a run's model is and began with; None: the model is moebius' own."""
     source = read_source(run_dir)
-    family = family_of(model, source.family if source else None)
+    name = source.family if source else None
+    family = family_of(model, name or _kept_family(run_dir))
     return None if family is None else Origin(family, run_dir, model)
+
+
+def _kept_family(run_dir: Path) -> str | None:
+    """Returns the known family of the kept config.json, as of a run that began with another run."""
+    kept = (path for path in kept_files(run_dir) if path.name == CONFIG_FILE)
+    values = (json_object(path.read_bytes(), str(path)) for path in kept)
+    found = next((each.get("model_type") for each in values), None)
+    return found if isinstance(found, str) and found in FAMILY.known else None
 
 
 def _is_own(config: bytes) -> bool:
@@ -120,15 +129,21 @@ def family_tensors(
 def family_config(
     origin: Origin, dtype: Precision | None, max_positions: int, end_id: int | None
 ) -> str:
-    """Returns config.json: the original with what has changed, or a new one in both dialects."""
+    """Returns config.json: the original with what has changed, or a new one in both dialects.
+
+    The original is not used if a change has made the model one of another family: read as that
+    family's, its missing keys would have other meanings.
+    """
     family, model = origin.family, origin.model
     where = f"{origin.run_dir / SOURCE_FILES / CONFIG_FILE}"
     values = json_object(origin.files.get(CONFIG_FILE, b"{}"), where)
-    if not values:
-        ids = {"eos_token_id": end_id, "pad_token_id": end_id}
-        values = family.write(model, max_positions) | ids
+    longest = values.get("max_position_embeddings")
+    longest = max(longest, max_positions) if isinstance(longest, int) else max_positions
+    written = family.write(model, longest)
+    if values.get("model_type") not in family.model_types:
+        ids = {key: value for key, value in values.items() if key.endswith("_token_id")}
+        values = written | {"eos_token_id": end_id, "pad_token_id": end_id} | ids
     values["vocab_size"] = model.vocab_size
-    written = family.write(model, max_positions)
     if not family.fits(model, values):
         others = {name for part in family.parts for name in getattr(part, "also", ())}
         values = {key: value for key, value in values.items() if key not in others}

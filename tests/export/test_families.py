@@ -273,6 +273,7 @@ LLAMA3["rope_parameters"] |= {"high_freq_factor": 4, "original_max_position_embe
         ("glm4_moe", {"head_dim": 6}, "^partial_rotary_factor=0.5, head_dim=6: channels rotate in"),
         ("mixtral", {"new_trick": 3}, "new_trick=3: moebius does not know"),
         ("mixtral", {"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
+        ("mixtral", {"rms_norm_eps": 10**400}, "rms_norm_eps=10+ must be a finite number"),
         ("mixtral", {"num_experts": 9}, "name the same thing and differ"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not computed"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope': only"),
@@ -291,7 +292,11 @@ LLAMA3["rope_parameters"] |= {"high_freq_factor": 4, "original_max_position_embe
             for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2")
             for kind in ("linear", "dynamic")
         ),
-        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not computed"),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling has rope_type='yarn' and rope_parameters rope_type='default': leave out",
+        ),
         ("llama", LLAMA3, "low_freq_factor=4.0.* low_freq_factor below high_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is missing"),
         ("mistral", {"attention_bias": True}, "attention_bias=True: moebius does not know"),
@@ -338,6 +343,20 @@ def test_refusals_speak_of_config_json_alone(name: str) -> None:
             assert not {word for word in words & OURS - config.keys() if "_" in word}, said
             assert not re.search("Value error|Input should|renormalise|FIXED", said), said
     assert refused > 20
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"pretraining_tp": 2},  # transformers 4 summed a product's slices
+        {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}},
+        {"max_sequence_length": 2048},
+    ],
+)
+def test_keys_that_the_class_of_llama_does_not_read_change_no_model(unread: dict[str, Any]) -> None:
+    config, read = config_in(folder_of("hf_llama_a")), FAMILY.get("llama").read
+    assert read(config | unread)[0] == read(config)[0]
 
 
 def test_null_and_a_missing_key_are_told_apart() -> None:
@@ -444,6 +463,7 @@ def test_training_may_differ_within_a_family_and_nothing_else() -> None:
     family = FAMILY.get("glm4_moe")
     router = "feed_forward.router."
     assert family.fits(model.changed({f"{router}bias_rate": 0.001, f"{router}z_loss": 0.1}))
+    assert family.fits(model.changed({"initialisation.kind": "takase"}))
     assert not family.fits(model.changed({f"{router}scores": "softmax"}))
     assert not family.fits(model.changed({"norm": "sandwich"}))
     assert not family.fits(model.changed({"attention.positions.pairs": "neighbours"}))

@@ -33,6 +33,7 @@ from moebius.distributed.checkpoint.atomic_directory import write_checkpoint
 from moebius.distributed.checkpoint.format import CheckpointError, read_meta
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.pieces import DTYPES_FILE, PublishedFolder
+from moebius.distributed.checkpoint.source import read_source
 from moebius.export.hf.model_folder import export
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.families.import_run import import_folder
@@ -326,8 +327,35 @@ def test_a_vocabulary_that_grew_and_other_changes_reach_config_json(tmp_path: Pa
     config = config_in(tmp_path / "out")
     assert config["sliding_window"] == 5
     assert config["eos_token_id"] == 2, "unknown here, and kept"
+    assert config["max_position_embeddings"] == 64, "longer than the run's own sequences"
     model, _ = FAMILY.get("mixtral").read(config)
     assert model.attention.window == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("window", [5, 4096])  # 4096: the default of Mistral's class
+def test_a_llama_with_a_window_goes_out_as_a_mistral(window: int, tmp_path: Path) -> None:
+    run_dir, asked = tmp_path / "run", f"model.attention.window={window}"
+    import_folder(folder_of("hf_llama_a"), run_dir, None, (*OVERRIDES, asked))
+    export(run_dir / STEP_0, tmp_path / "out")
+    config = config_in(tmp_path / "out")
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", window)
+    assert "mlp_bias" not in config
+    assert config["max_position_embeddings"] == 64
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    assert open_family(tmp_path / "out").model.attention.window == window  # type: ignore[attr-defined]
+
+
+def test_a_mistral_without_a_window_stays_one_from_run_to_run(tmp_path: Path) -> None:
+    """It equals a Llama, and a run that began with another run knows no family of its own."""
+    run_dir = tmp_path / "run"
+    asked = (*OVERRIDES, "model.attention.window=none")
+    import_folder(folder_of("hf_mistral_a"), run_dir, None, asked)
+    source = read_source(run_dir)
+    assert source is not None
+    (run_dir / "source.json").write_text(source.model_copy(update={"family": None}).as_text())
+    export(run_dir / STEP_0, tmp_path / "out")
+    config = config_in(tmp_path / "out")
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
 
 
 def test_what_a_family_lacks_is_not_lost_in_silence(tmp_path: Path) -> None:

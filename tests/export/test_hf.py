@@ -355,6 +355,14 @@ def test_a_card_of_a_checkpoint_alone_says_what_is_absent(tmp_path: Path) -> Non
         assert words in said
 
 
+def test_a_card_shows_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", model_of("dense"))
+    line = {"kind": "train", "step": STEP, "loss": "nan"}  # as the log has it
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    export(checkpoint_of(run), tmp_path / "out")
+    assert "| training loss | nan |" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_bytes_have_a_tokenizer_of_their_own() -> None:
     files = tokenizer_files(BytesTokenizer(), max_length=20)
     library = tokenizers.Tokenizer.from_str(files["tokenizer.json"])

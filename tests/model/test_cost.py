@@ -118,6 +118,32 @@ def test_the_halting_gate_belongs_to_the_layers() -> None:
     assert halting.in_layers - fixed.in_layers == halting.total - fixed.total == gate
 
 
+# Of the published files
+DENSE_PARAMETERS = {
+    "llama2_7b": 6_738_415_616,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "mistral_7b_v0_1": 7_241_732_096,
+    "mistral_7b_v0_3": 7_248_023_552,
+    "mistral_nemo_12b": 12_247_782_400,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_13b": 13_716_198_400,
+}
+
+
+@pytest.mark.parametrize("name", DENSE_PARAMETERS)
+def test_dense_recipes_have_as_many_parameters_as_the_published_models(name: str) -> None:
+    assert count_parameters(RECIPES[name]().model, 8).total == DENSE_PARAMETERS[name]
+
+
 def test_active_parameters_by_hand() -> None:
     """One of two layers dense: router, K of E experts, k of N attention experts per head, and all
     the rest.

@@ -8,6 +8,7 @@ that of transformers 5 (rope_parameters).
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def _of_kind(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if kind is float and math.isfinite(value):
+        if kind is float and abs(value) <= sys.float_info.max:  # also integers of any length
             return float(value)
         if kind is int and 0 <= value <= MOST and value == int(value):
             return int(value)
@@ -147,6 +148,7 @@ class Dotted:
         self.values = plain = model.model_dump()
         attention, forward = plain["attention"], plain["feed_forward"]
         plain["norm_eps"] = plain["norm_eps"] or 1e-6  # of model/layers.py
+        plain["initialisation"].setdefault("std", 0.02)  # of a start that no config.json describes
         factors = {"True": model.d_model**0.5, "False": 1.0}
         plain["scale_embedding"] = factors.get(str(model.scale_embedding), model.scale_embedding)
         if attention.get("num_kv_heads", 0) is None:
@@ -382,7 +384,13 @@ class Rotary:
         values: dict[str, Any] = {}
         for name in ("rope_scaling", "rope_parameters"):
             reader.known.add(name)
-            values |= _of_kind(name, reader.values.get(name), dict) or {}
+            given = _of_kind(name, reader.values.get(name), dict) or {}
+            if other := [key for key in given if key in values and values[key] != given[key]]:
+                pair = [_listed({key: each[key] for key in other}) for each in (values, given)]
+                raise UnfitError(
+                    f"rope_scaling has {pair[0]} and {name} {pair[1]}: leave out one of the two"
+                )
+            values |= given
         values = values or dict(self.scaling or {})
         for name in ("rope_theta", "partial_rotary_factor"):
             value = reader.values.get(name)

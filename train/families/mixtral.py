@@ -19,11 +19,12 @@ LLAMA = f.Family(
         f.QKVO_BIAS,
         Rotary(),
         ConfigKey("mlp_bias", "feed_forward.dense_bias", bool),
-        Only("pretraining_tp", 1),
     ),
     constants=f.WITHOUT_EXPERTS,
     defaults=_LLAMA_SIZES | {"mlp_bias": False},
     rules=f.DENSE_MODEL,
+    # in SmolLM2's and the first Llama's files
+    ignored=("is_llama_config", "transformers.js_config", "max_sequence_length"),
 )
 MISTRAL = f.Family(
     ("mistral",),

@@ -195,7 +195,7 @@ _FAMILIES = {
         "qwen2_5_0_5b": _TIED | _dense(24, 896, 4864, 14, 2),
         "qwen2_5_1_5b": _TIED | _dense(28, 1536, 8960, 12, 2),
         "qwen2_5_7b": dict(vocab_size=152064) | _dense(28, 3584, 18944, 28, 4),
-        "qwen2_5_32b": dict(vocab_size=152064) | _dense(64, 5120, 27648, 40, 8),
+        "qwen2_5_32b": dict(vocab_size=152064, rms_norm_eps=1e-5) | _dense(64, 5120, 27648, 40, 8),
     }),
     "qwen3": _Published("Qwen3", small=_DENSE, common=dict(rope_theta=1e6), sizes={
         "qwen3_0_6b": _TIED | _dense(28, 1024, 3072, 16, 8),

@@ -2,7 +2,7 @@
 changes single values.
 
 This file has the runs to start with; family.py has every architecture at one small size,
-published.py the papers' sizes, hub.py other people's mixtures.
+published.py the papers' sizes, hub.py other people's models.
 """
 
 from collections.abc import Callable
