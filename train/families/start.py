@@ -36,6 +36,7 @@ from ...plugins import trust
 from ..config.resolve import StartSections, base_values, resolve
 from ..config.run_config import Config, ConfigError
 from ..evaluate import Rows, read_rows
+from ..growth.growth import no_rows
 from ..growth.table import grow as grow_model
 from ..growth.table import parse
 from ..recipes.hub import continuation, settings_words
@@ -328,7 +329,7 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
         words,
         open_reader(source, check_bytes=False),
         seed=of_run.train.seed if of_run else 0,
-        rows=partial(_rows_of, source.given, of_run),
+        rows=partial(_rows_of, of_run),
     )
     update = {"grown": found.growths, "moments": moments or "keep"}
     grown = replace(
@@ -344,14 +345,10 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
     return replace(grown, recipes={grown.recipe: lambda: config}, trunk=grown.trunk and config)
 
 
-def _rows_of(given: str, config: Config | None) -> list[Rows]:
-    """Returns a few rows of a run's validation split.
-
-    Raises:
-        ConfigError: there is no run, or its data is not prepared.
-    """
+def _rows_of(config: Config | None) -> Sequence[Rows]:
+    """Returns a few rows of a run's validation split."""
     if config is None or not (config.data.dataset or is_prepared(config.data.directory)):
-        raise ConfigError(f"{given} has no prepared data to measure experts or losses with")
+        return no_rows()
     return [*read_rows(config, torch.device("cpu"), max_rows=_MEASURED_ROWS)]
 
 

@@ -15,13 +15,18 @@ from ..families.table import shapes_of
 _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each expert, and no more
 
 
+def no_rows() -> Sequence[Rows]:
+    """Reads a few batches of a source without data: there are none."""
+    raise ConfigError("there is no prepared data to measure experts or losses with")
+
+
 @dataclass(frozen=True)
 class Given:
     """Holds what an operator may use beside the model and its words."""
 
     seed: int
     tensor: Callable[[str], Tensor]  # reads a whole tensor of the model before
-    rows: Callable[[], Sequence[Rows]]  # reads a few batches; ConfigError: the source has no data
+    rows: Callable[[], Sequence[Rows]] = no_rows  # reads a few batches of validation
 
 
 @dataclass(frozen=True)

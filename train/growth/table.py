@@ -24,7 +24,7 @@ from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
 from .experts import copy_experts
-from .growth import Given, Growth
+from .growth import Given, Growth, no_rows
 from .split import split
 from .usefulness import loss_of
 
@@ -80,8 +80,8 @@ def grow(
     words: Sequence[str],
     reader: Reader,
     *,
-    seed: int,
-    rows: Callable[[], Sequence[Rows]],
+    seed: int = 0,
+    rows: Callable[[], Sequence[Rows]] = no_rows,
 ) -> Grown:
     """Returns what a model grows into, one operator after another.
 
