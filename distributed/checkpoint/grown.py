@@ -20,13 +20,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..average import AVERAGE, RECENT
 from ..local_shard import LocalShard, Slice, block_of
 from .format import CheckpointError, Chunk, Index, StoredCheckpoint, StoredTensor, audit
 from .loading import dtype_named, overlaps, read_chunk
 from .pieces import Piece, PublishedFolder
 
 _SHOWN = 20  # problems of a table in a message
-_AS_WEIGHTS = ("model", "optimizer.average", "optimizer.average_recent")
+_AS_WEIGHTS = ("model", f"optimizer.{AVERAGE}", f"optimizer.{RECENT}")
 # Powers of a take's factor that the state of an optimizer is multiplied by.
 _POWERS = {
     "optimizer.exp_avg": -1,
