@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grown_case import InMemory
 from parts import make_config
 from safetensors.torch import save_file
 from small_model import MODEL
@@ -20,7 +21,6 @@ from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.checkpoint.grown import GrownReader, takes_from_json
 from moebius.distributed.checkpoint.pieces import cut
 from moebius.distributed.checkpoint.source import SOURCE, read_source
-from moebius.distributed.local_shard import block_of
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train import loop
@@ -55,22 +55,9 @@ def state_at(run: Path, step: int, tmp_path: Path) -> dict[str, Tensor]:
     return newest_state(tmp_path / "at")
 
 
-class _Stored:
-    """Reads tensors that are there, under their names in a checkpoint."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self.state = state
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.state[name].shape) if name in self.state else None
-
-    def read(self, name: str, offsets: Any, sizes: Any) -> Tensor:
-        return block_of(self.state[name], offsets, sizes)
-
-
 def grown_state(state: dict[str, Tensor], run_dir: Path) -> dict[str, Tensor]:
     """Returns what a run's source.json says that a state grows into, whole."""
-    source, reader = read_source(run_dir), _Stored(state)
+    source, reader = read_source(run_dir), InMemory(state)
     assert source is not None
     for growth in source.grown:
         reader = GrownReader(reader, takes_from_json(growth.takes))  # type: ignore[assignment]
