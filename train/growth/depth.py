@@ -88,12 +88,10 @@ def _check_order(parts: Sequence[range], num_layers: int) -> None:
             "prelude, core and coda share layers or are out of order; each begins where the one "
             "before it ends, or after layers that are left out"
         )
-    first, last = named[0].start, named[-1].stop
-    if first or last < num_layers:
-        lost = f"0:{first}" if first else f"{last}:{num_layers}"
+    if named[0].start or named[-1].stop < num_layers:
         raise ConfigError(
-            f"layers {lost} are in none of prelude, core and coda: only layers between them can be "
-            f"left out; add them, for example {'prelude' if first else 'coda'}={lost}"
+            f"the parts begin with layer {named[0].start} and end with layer {named[-1].stop - 1}: "
+            f"layers 0 and {num_layers - 1} stay, and only layers between the parts can be left out"
         )
 
 
