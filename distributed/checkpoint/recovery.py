@@ -12,12 +12,15 @@ Cost: the bytes are read once by all ranks together (0.8 GB/s per core), twice f
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
+from ..local_shard import LocalShard
+from ..mesh import Mesh
 from .checkpoint_folder import DamagedCheckpoint, list_set_aside
 from .format import (
     CheckpointError,
@@ -28,7 +31,7 @@ from .format import (
     step_of,
     without_advice,
 )
-from .loading import check_for_all
+from .loading import check_for_all, load
 from .second_copy import SecondCopy
 from .together import gathered
 
@@ -44,6 +47,16 @@ class WholeCheckpoint:
     meta: CheckpointMeta
     damaged: tuple[DamagedCheckpoint, ...]  # of the same step or newer, newest first
     fetched_for: Path | None = None  # final path of a `path` fetched from the second place
+    grow: Callable[..., None] | None = None  # reads the state of a branch that grows out of it
+
+    def load(
+        self, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard], mesh: Mesh
+    ) -> None:
+        """Fills this rank's part of a run's state in place, all or nothing. Collective."""
+        if self.grow is not None:
+            return self.grow(tensors, shards, mesh=mesh)
+        imported = not self.meta.meta["progress"]["updates"]  # old imports have zero moments
+        load(self.path, tensors, shards, mesh=mesh, check_bytes=False, allow_unexpected=imported)
 
 
 def newest_whole(

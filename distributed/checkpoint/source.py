@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +37,7 @@ from .together import gathered, together
 if TYPE_CHECKING:  # commands read source.json without DTensor's import of half a second
     from ..local_shard import LocalShard
     from ..mesh import Mesh
+    from .grown import Reader
     from .pieces import Piece
     from .recovery import WholeCheckpoint
 
@@ -44,6 +46,34 @@ SOURCE_FILES = "source"
 """The folder of a run folder with a copy of the published folder's small files, for `ckpt export`."""
 
 _SHOWN_DIGITS = 12  # of a digest
+
+
+class GrownBy(BaseModel):
+    """One growth of a source: the words that asked for it, and what it comes to.
+
+    What a run starts from follows from this alone, whatever an operator of the same words does later.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    words: str
+    model: dict[str, Any]  # the section that it leads to
+    takes: tuple[Any, ...] = ()  # rows of `takes_to_json`
+    digest: str  # of model and takes
+
+    @staticmethod
+    def of(words: str, model: dict[str, Any], takes: Sequence[Any]) -> "GrownBy":
+        """Returns a growth with its digest."""
+        return GrownBy(words=words, model=model, takes=takes, digest=_digest(model, takes))
+
+    def check(self) -> None:
+        """Refuses a table that was changed."""
+        if _digest(self.model, self.takes) != self.digest:
+            raise CheckpointError(f"{SOURCE}: the growth {self.words} is not the one of its digest")
+
+
+def _digest(model: dict[str, Any], takes: Sequence[Any]) -> str:
+    return blake2b(json.dumps([model, takes]).encode())
 
 
 class Source(BaseModel):
@@ -63,7 +93,10 @@ class Source(BaseModel):
     zeros: tuple[str, ...] = ()  # buffers that the folder's family lacks
     ignored: tuple[str, ...] = ()  # tensors of the source that the model lacks
     dequantised: tuple[str, ...] = ()  # tensors of the folder in a packed format
-    pieces: tuple[Any, ...] = ()  # of a folder: rows of `pieces_to_json`
+    # of a folder: rows of `pieces_to_json`; those without a key, of a folder that grows, are zeros
+    pieces: tuple[Any, ...] = ()
+    grown: tuple[GrownBy, ...] = ()  # growths of the source's model, in their order
+    moments: Literal["keep", "new"] = "keep"  # of a branch that grows: the optimizer's state
 
     def words(self) -> str:
         """Says in one line what the run starts or branches from."""
@@ -72,6 +105,8 @@ class Source(BaseModel):
         words = f"{verb} from {self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
         told = {"dequantised": self.dequantised, "drawn anew": self.drawn, "ignored": self.ignored}
         lists = (f"; {what}: {some_of(names, most=80)}" for what, names in told.items() if names)
+        for growth in self.grown:
+            words += f", grown by {growth.words} (digest {growth.digest[:_SHOWN_DIGITS]})"
         return words + "".join(lists)
 
     def as_text(self) -> str:
@@ -83,7 +118,11 @@ class Source(BaseModel):
     def is_like(self, other: "Source") -> bool:
         """Returns whether both take the same from the same, and draw the same parameters anew."""
         same = self.given == other.given or self.digest == other.digest
-        return same and (self.kind, self.drawn) == (other.kind, other.drawn)
+        mine, others = (
+            (source.kind, source.drawn, source.moments, [growth.digest for growth in source.grown])
+            for source in (self, other)
+        )
+        return same and mine == others
 
 
 def read_source(run_dir: Path) -> Source | None:
@@ -180,7 +219,16 @@ def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
 
     together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
     path = Path(source.path)
-    return WholeCheckpoint(path, check_for_all(path, mesh.world_group), damaged=())
+    meta = check_for_all(path, mesh.world_group)
+    if not source.grown:
+        return WholeCheckpoint(path, meta, damaged=())
+    kept = {**meta.meta, "experts": {}}  # those of the trunk lay on the ranks otherwise
+    kept["config"] = {**kept["config"], "model": source.grown[-1].model}
+    if source.moments == "new":
+        kept["progress"] = {**kept["progress"], "updates": 0}
+        kept = {key: value for key, value in kept.items() if key not in ("average", "groups")}
+    grow = partial(load_grown, source, check_bytes=False)
+    return WholeCheckpoint(path, meta.model_copy(update={"meta": kept}), damaged=(), grow=grow)
 
 
 def load_source(
@@ -199,8 +247,11 @@ def load_source(
     """
     from .loading import load
 
-    kept = {f"model.{name}" for name in (*source.drawn, *source.zeros)}
+    zeros = () if source.grown else source.zeros  # which a growth may change
+    kept = {f"model.{name}" for name in (*source.drawn, *zeros)}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
+    if source.grown:
+        return load_grown(source, wanted, shards, mesh=mesh)
     if source.kind == "folder":
         return _load_folder(source, wanted, shards, mesh)
     together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
@@ -237,6 +288,79 @@ def _check_digest(source: Source, now: str) -> None:
             f"{source.path}: has changed since this run was started with it (digest "
             f"{source.digest[:_SHOWN_DIGITS]}…, now {now[:_SHOWN_DIGITS]}…): {advice}"
         )
+
+
+# Sources that grow --------------------------------------------------------------------------------
+
+
+def open_reader(
+    source: Source, *, part: int = 0, parts: int = 1, check_bytes: bool = True
+) -> "Reader":
+    """Opens what a run starts from as the model that it starts with.
+
+    Args:
+        source: of the run.
+        part: which of `parts` shares of a checkpoint's files is verified.
+        parts: how many there are.
+        check_bytes: verify them.
+
+    Raises:
+        CheckpointError: the source is gone, has changed or is damaged, or a growth does not fit it.
+    """
+    from .grown import GrownReader, PublishedReader, StoredReader, takes_from_json
+    from .loading import open_share
+    from .pieces import PublishedFolder, pieces_from_json
+
+    path = Path(source.path)
+    if source.kind == "folder" and path.exists():
+        folder = PublishedFolder(path)
+        _check_digest(source, folder.digest)
+        reader: Reader = PublishedReader(folder, pieces_from_json(source.pieces))
+    else:
+        _check_digest(source, _digest_of(source))
+        reader = StoredReader(open_share(path, part, parts, check_bytes=check_bytes))
+    for growth in source.grown:
+        growth.check()
+        reader = GrownReader(reader, takes_from_json(growth.takes))
+    return reader
+
+
+def load_grown(
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    shards: "Mapping[str, LocalShard]",
+    *,
+    mesh: "Mesh",
+    check_bytes: bool = True,
+) -> None:
+    """Fills this rank's tensors from a source that grows, in the dtype that they have here. Collective.
+
+    Those of a branch include the optimizer's state. Otherwise as `load_source`.
+    """
+    from ..local_shard import whole_shard
+
+    own = {name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()}
+
+    def check() -> "Reader":
+        reader = open_reader(
+            source, part=mesh.rank, parts=mesh.layout.world_size, check_bytes=check_bytes
+        )
+        shapes = {name: (reader.shape(name), shard.global_shape) for name, shard in own.items()}
+        if unlike := [f"{name}: {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
+            raise CheckpointError(
+                f"{source.path} does not grow into this model: {some_of(unlike, most=500)}"
+            )
+        return reader
+
+    reader = together(mesh.world_group, check)
+
+    def read() -> None:
+        for name, shard in own.items():
+            for slice_ in shard.slices:
+                values = reader.read(name, slice_.offsets, slice_.sizes)
+                slice_.view(tensors[name].detach()).copy_(values)
+
+    together(mesh.world_group, read)
 
 
 # Published folders -------------------------------------------------------------------------------
