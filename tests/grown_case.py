@@ -1,12 +1,12 @@
 """Models before and after an operator of growth, with drawn weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moebius.distributed.checkpoint.grown import Take
+from moebius.distributed.checkpoint.grown import GrownReader
 from moebius.distributed.local_shard import block_of
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
@@ -34,35 +34,28 @@ def given(state: State, seed: int = 0) -> Given:
     return Given(seed, state.__getitem__)
 
 
+class _InMemory:
+    """Reads weights that are there."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        found = self.state.get(name.removeprefix("model."))
+        return None if found is None else tuple(found.shape)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        return block_of(self.state[name.removeprefix("model.")], offsets, sizes)
+
+
 def grown(state: State, growth: Growth) -> dict[str, Tensor]:
-    """Returns the weights of a grown model; each element must come from one take."""
-    found = {}
+    """Returns the weights of a grown model."""
+    reader, found = GrownReader(_InMemory(state), growth.takes), {}
     for name, shape in shapes_of(growth.model).items():
-        takes = [take for take in growth.takes if take.name == name]
-        if not takes:
-            assert tuple(state[name].shape) == shape, f"{name} has no take and another shape"
-            found[name] = state[name]
-            continue
-        whole = torch.zeros(shape, dtype=state["embedding"].dtype)
-        times = torch.zeros(shape)
-        for take in takes:
-            block_of(whole, take.start, take.sizes).copy_(_values(state, take))
-            block_of(times, take.start, take.sizes).add_(1)
-        assert bool((times == 1).all()), f"{name} is not covered once"
-        found[name] = whole
+        assert reader.shape(f"model.{name}") == shape
+        values = reader.read(f"model.{name}", (0,) * len(shape), shape)
+        found[name] = values.to(state["embedding"].dtype)
     return found
-
-
-def _values(state: State, take: Take) -> Tensor:
-    values = torch.zeros(take.sizes, dtype=torch.float64)
-    if take.source:
-        block = block_of(state[take.source], take.at, [take.sizes[axis] for axis in take.axes])
-        order = sorted(range(block.ndim), key=take.axes.__getitem__)
-        values = take.factor * block.permute(order).reshape(take.sizes)
-    if take.eye:
-        values = values + take.eye * torch.eye(take.sizes[0])
-    generator = torch.Generator().manual_seed(hash((take.seed, take.name)) % 2**31)
-    return values + take.plus + take.std * torch.randn(take.sizes, generator=generator)
 
 
 def logits_of(model: ModelConfig, state: State, tokens: Tensor = TOKENS, **options: Any) -> Tensor:
