@@ -10,6 +10,7 @@ from pathlib import Path
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import read_manifest
 from ...distributed.checkpoint.format import StoredCheckpoint
+from ...distributed.checkpoint.source import read_source
 from ...model.cost import count_parameters
 from ...train.config.run_config import Config
 
@@ -70,6 +71,8 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
     for kind, name in (("train", "training loss"), ("eval", "validation loss")):
         yield name, f"{losses[kind]:.4f} nats per token" if kind in losses else "unknown"
     yield "checkpoint digest", stored.manifest.digest
+    if (source := read_source(run_dir)) is not None and source.grown:
+        yield "grown", source.words()
 
 
 def _last_losses(log: Path, last_step: int, names: dict[str, str]) -> dict[str, float]:

@@ -1,12 +1,23 @@
-"""What an operator of growth returns."""
+"""What an operator of growth is given and returns, and what operators of mixtures share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ...distributed.checkpoint.grown import Take
+from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
+from ..config.errors import ConfigError
+from ..evaluate import Rows
+from ..families.table import shapes_of
+
+_KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each expert, and no more
+
+
+def no_rows() -> Sequence[Rows]:
+    """Reads a few batches of a source without data: there are none."""
+    raise ConfigError("there is no prepared data to measure experts or losses with")
 
 
 @dataclass(frozen=True)
@@ -15,6 +26,7 @@ class Given:
 
     seed: int
     tensor: Callable[[str], Tensor]  # reads a whole tensor of the model before
+    rows: Callable[[], Sequence[Rows]] = no_rows  # reads a few batches of validation
 
 
 @dataclass(frozen=True)
@@ -26,3 +38,29 @@ class Growth:
     promise: str  # a sentence for the user
     is_exact: bool = True  # False: the loss before and after is said
     notes: tuple[str, ...] = ()  # for the user, a line each
+
+
+def experts_of(model: ModelConfig) -> ExpertsConfig:
+    """Returns the experts of a mixture whose router an operator can keep.
+
+    Raises:
+        ConfigError: the model is dense, or has another router.
+    """
+    if model.experts is None:
+        raise ConfigError("the model has no experts; mixture=8/4 makes some of dense layers")
+    if (kind := model.experts.router.kind) not in _KEPT:
+        raise ConfigError(
+            f"router.kind={kind!r} would choose otherwise; {', '.join(_KEPT)} keep their choice"
+        )
+    return model.experts
+
+
+def expert_tensors(model: ModelConfig) -> Iterator[tuple[int, str, str, tuple[int, ...]]]:
+    """Yields the tensors with a row for each routed expert of the feed-forward.
+
+    They are (layer of the group, whole name, last word of the name, shape).
+    """
+    for name, shape in shapes_of(model).items():
+        path, _, last = name.rpartition(".")
+        if path.endswith((".feed_forward.router", ".feed_forward.sparse.experts")):
+            yield int(name.split(".")[1]), name, last, shape

@@ -1,0 +1,139 @@
+"""Experts cut into finer ones: the same logits, and parts that separate."""
+
+from typing import Any
+
+import pytest
+import torch
+from grown_case import TOKENS, drawn, given, grown, logits_of, near
+from published_case import arrays_of, folder_of
+from small_model import VARIANTS
+
+from moebius.model.config.model_config import ModelConfig
+from moebius.model.transformer import Transformer
+from moebius.train.config.errors import ConfigError
+from moebius.train.families.table import open_family, shapes_of
+from moebius.train.growth.split import split
+
+BASE = ModelConfig.from_dotted(
+    {
+        "vocab_size": 31,
+        "d_model": 24,
+        "num_layers": 4,
+        "layers_per_group": 2,
+        "attention.d_head": 6,
+        "feed_forward.num_experts": 8,
+        "feed_forward.d_expert": 12,
+        "feed_forward.router.top_k": 3,
+    }
+)
+SOFTMAX = {
+    "feed_forward.router.kind": "token_choice",
+    "feed_forward.router.top_k": 3,
+    "norm": "pre",
+}
+BIASES = {"feed_forward.expert_bias": True, "feed_forward.activation": "swiglu"}
+DEEPSEEK = {
+    "norm": "pre",
+    "feed_forward.router.kind": "deepseek",
+    "feed_forward.router.top_k": 3,
+    "feed_forward.router.route_scale": 1.5,
+}
+GROUPS = {
+    "feed_forward.router.num_groups": 4,
+    "feed_forward.router.kept_groups": 2,
+    "feed_forward.router.group_score": "max",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "σ-MoE": {"attention.kind": "dense", "layers_per_group": 4},
+    "MoEUT": {},
+    "σ, gated, biases": BIASES,
+    "softmax": SOFTMAX,
+    "softmax of the chosen, biases": SOFTMAX
+    | BIASES
+    | {"feed_forward.router.renormalise": True, "feed_forward.router.bias": True},
+    "V3, shared experts": DEEPSEEK | BIASES | GROUPS | {"feed_forward.num_shared_experts": 1},
+    "V2": DEEPSEEK
+    | {"feed_forward.router.scores": "softmax", "feed_forward.router.renormalise": False},
+    "σ of V3": DEEPSEEK | BIASES | {"feed_forward.router.renormalise": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("parts", ["2", "3"])
+def test_finer_experts_give_the_same_logits(kind: str, parts: str, dtype: torch.dtype) -> None:
+    model = BASE.changed(MODELS[kind])
+    state = drawn(model, dtype)
+    growth = split(model, {"split": parts}, given(state))
+    near(logits_of(growth.model, grown(state, growth)), logits_of(model, state))
+    assert growth.model.experts is not None
+    assert growth.model.experts.num_experts == 8 * int(parts)
+    before, after = (
+        sum(value.numel() for name, value in weights.items() if ".router." not in name)
+        for weights in (state, grown(state, growth))
+    )
+    more = int(parts) - 1 if model.experts and model.experts.expert_bias else 0
+    assert after - before == more * len(model.sparse_members) * 8 * 24  # only output biases
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "gpt_oss"])
+def test_finer_experts_of_published_mixtures_give_the_recorded_logits(family: str) -> None:
+    plan, recorded = open_family(folder_of(f"hf_{family}_a")), arrays_of(f"hf_{family}_a")
+    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
+        state = {name: plan.tensor(name, dtype) for name in shapes_of(plan.model)}
+        growth = split(plan.model, {"split": "2"}, given(state))
+        found = logits_of(growth.model, grown(state, growth), recorded["ids"])
+        near(found, logits_of(plan.model, state, recorded["ids"]), tolerance)
+        near(found, recorded["logits"], 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["σ-MoE", "softmax"])
+def test_parts_get_gradients_of_their_own(kind: str) -> None:
+    model = BASE.changed(MODELS[kind])
+    state = drawn(model, torch.float64)
+    growth = split(model, {"split": "2"}, given(state))
+    built = Transformer(growth.model).double()
+    built.load_state_dict(grown(state, growth))
+    built(TOKENS).logits_BSV.square().sum().backward()
+    router = built.get_parameter("group.0.feed_forward.router.weight")
+    assert router.grad is not None
+    assert torch.equal(router[0::2], router[1::2])
+    assert (router.grad[0::2] - router.grad[1::2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "word", "answer"),
+    [
+        ({}, "5", "d_expert=12 cannot be cut into '5' parts; 2, 3, 4, 6 would fit"),
+        ({}, "1", "cannot be cut into '1' parts"),
+        ({}, "x2", "cannot be cut into 'x2' parts"),
+        ({"feed_forward.kind": "dense"}, "2", "the model has no experts; mixture=8/4"),
+        (
+            {"norm": "pre", "feed_forward.router.kind": "cosine"},
+            "2",
+            "router.kind='cosine' would choose otherwise",
+        ),
+        (
+            DEEPSEEK | GROUPS | {"feed_forward.router.group_score": "top2"},
+            "2",
+            "adds the two best experts of a group",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused(
+    changes: dict[str, Any], word: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        split(BASE.changed(changes), {"split": word}, given({}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_small_mixtures_keep_their_logits(name: str) -> None:
+    model = VARIANTS[name]
+    if model.experts is None:
+        return
+    state = drawn(model, torch.float64)
+    growth = split(model, {"split": "3"}, given(state))
+    near(logits_of(growth.model, grown(state, growth)), logits_of(model, state))

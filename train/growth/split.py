@@ -1,0 +1,96 @@
+"""`split=m`: cuts the hidden units of every expert into m experts.
+
+A hidden unit adds down_j · a(up_j · x) by itself, so the parts of an expert add up to it. They have its router's
+row, and so its logit: the best m·K of them are the parts of the best K. A sigmoid's gate is that of the
+expert. A softmax, over all or over the chosen, gives each part 1/m of it, which the factor of the gates makes
+good, or where the router has none the down-projection. The parts separate by their own gradients.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from ...distributed.checkpoint.grown import Take
+from ...model.config.feed_forward_config import ExpertsConfig
+from ...model.config.model_config import ModelConfig
+from ...model.routers.deepseek import DeepSeekConfig
+from ...plugins import is_own
+from ..config.errors import ConfigError
+from .growth import Given, Growth, expert_tensors, experts_of
+
+_CUT = {"w_up": 2, "b_up": 1, "w_down": 1}  # dim of the hidden units
+
+
+def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
+    """Returns the growth of E experts, K for a token, into m·E and m·K of a width of 1/m.
+
+    Raises:
+        ConfigError: m does not divide the width, or the router would not keep its choice.
+    """
+    experts = experts_of(model)
+    parts = _checked(experts, words["split"])
+    router: Any = experts.router
+    changes: dict[str, Any] = {
+        "num_experts": experts.num_experts * parts,
+        "d_expert": experts.d_expert // parts,
+        "router.top_k": router.top_k * parts,
+    }
+    if experts.num_shared_experts:
+        changes["d_shared_expert"] = experts.d_shared_expert or experts.d_expert
+    shared = router.kind != "sigmoid"  # the parts share the gate of the expert
+    down = 1.0
+    if isinstance(router, DeepSeekConfig):
+        shared = router.renormalise or router.scores == "softmax"
+        changes["router.route_scale"] = router.route_scale * (parts if shared else 1)
+    elif shared:
+        down = float(parts)
+    factors = {"w_down": down, "b_down": (1.0 if shared else 1 / parts)}
+    if isinstance(router, DeepSeekConfig) and shared:
+        factors["b_down"] = 1 / parts
+    grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
+    takes = tuple(
+        take
+        for _, name, last, shape in expert_tensors(model)
+        for take in _takes(
+            name, shape, parts, experts.d_expert, _CUT.get(last), factors.get(last, 1.0)
+        )
+    )
+    sizes = f"E={grown.experts and grown.experts.num_experts}, K={changes['router.top_k']}"
+    return Growth(grown, takes, f"the logits stay equal to 1e-5; {sizes}")
+
+
+def _checked(experts: ExpertsConfig, word: str) -> int:
+    """Returns m; raises ConfigError if the experts cannot be cut into so many."""
+    parts, width, router = int(word) if word.isdecimal() else 0, experts.d_expert, experts.router
+    fitting = [str(m) for m in range(2, width + 1) if width % m == 0][:4]
+    if parts < 2 or width % parts:
+        raise ConfigError(
+            f"d_expert={width} cannot be cut into {word!r} parts; {', '.join(fitting)} would fit"
+        )
+    if is_own(experts.activation):
+        raise ConfigError(
+            f"the units of activation={experts.activation!r} may depend on each other; those of moebius' own do not"
+        )
+    if isinstance(router, DeepSeekConfig):
+        is_limited = router.kept_groups < router.num_groups
+        if is_limited and router.group_score == "top2":
+            raise ConfigError(
+                'router.group_score="top2" adds the two best experts of a group, which would then be parts '
+                'of one; start from a model with group_score="max", or with kept_groups=num_groups'
+            )
+    return parts
+
+
+def _takes(
+    name: str, shape: tuple[int, ...], parts: int, width: int, cut: int | None, factor: float
+) -> Iterator[Take]:
+    """Yields what the parts of every expert copy of a tensor, part by part."""
+    maps = 1 if cut is None else shape[cut] // width  # gate and content lie side by side
+    for expert, part, each in product(range(shape[0]), range(parts), range(maps)):
+        start, at, sizes = ([0] * len(shape), [0] * len(shape), [1, *shape[1:]])
+        start[0], at[0] = expert * parts + part, expert
+        if cut is not None:
+            sizes[cut] = width // parts
+            start[cut], at[cut] = each * sizes[cut], each * width + part * sizes[cut]
+        axes = tuple(range(len(shape)))
+        yield Take(name, tuple(start), tuple(sizes), name, tuple(at), axes, factor=factor)
