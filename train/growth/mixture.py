@@ -64,7 +64,7 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     grown = model.changed({f"feed_forward.{key}": value for key, value in values.items()})
     layers = range(model.layers_per_group)
     takes = [take for layer in layers for take in _layer_takes(model, sizes, given, layer)]
-    promise = f"{sizes.redrawn} of each expert's {sizes.d_expert} hidden units are redrawn"
+    redrawn = f"{sizes.redrawn} of each expert's {sizes.d_expert} hidden units are redrawn"
     note = (
         f"the feed-forwards become {sizes.num_experts} experts of {sizes.d_expert} hidden units, and "
         f"a token uses {sizes.top_k}: {sizes.top_k // sizes.parts} times their FLOPs"
@@ -72,7 +72,7 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     return Growth(
         grown,
         (*takes, *_new_norms(model, grown)),
-        promise if sizes.redrawn else "logits equal to 1e-5",
+        f"{redrawn}; the loss may change" if sizes.redrawn else "the logits stay equal to 1e-5",
         is_exact=not sizes.redrawn,
         notes=(note,),
     )
