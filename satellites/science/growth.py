@@ -138,11 +138,15 @@ class GrowthStudy:
         start = moebius.start_from(f"{before.folder}@{at}", None, *changes, grow=list(words))
         if start.config.model != drawn.config.model:
             raise CompareError(f"{DRAWN.name}: the arm {case} is not the model that grows")
-        folder = self.folder / "grown" / case / f"seed-{seed}"
+        folder = self.grown_folder(case, seed)
         if not (folder / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / "source.json", start.source.as_text().encode())
         return PlannedRun(case, seed, start.config, folder)
+
+    def grown_folder(self, case: str, seed: int) -> Path:
+        """Returns the run folder of a case and seed."""
+        return self.folder / "grown" / case / f"seed-{seed}"
 
     # The report -----------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class GrowthStudy:
         before, from_nothing = (_by_arm(finished(each)) for each in (trunks, drawn))
         grown: dict[str, dict[int, RunResult]] = {}
         for run in drawn.runs:  # the same cases and seeds
-            folder = self.folder / "grown" / run.arm / f"seed-{run.seed}"
+            folder = self.grown_folder(run.arm, run.seed)
             at = half(trunks.runs[0].config)
             config = changed(run.config, train={"steps": at + run.config.train.steps})
             if found := read_run(replace(run, folder=folder, config=config)):
