@@ -3,6 +3,8 @@
     split=2                       every expert into two
     experts=×2 asleep             a copy of every expert
     split=2 experts=+8 by=load    one after another
+    mixture=8/4                   experts out of a dense model
+    prelude=0:4 core=4:8 loops=2  loops out of layers
 
 An operator is a function of a model and its words; it knows no file, layout or rank. What it returns is data: a
 configuration and a table of regions (`Take`), which a run keeps in its source.json.
@@ -23,8 +25,10 @@ from ...plugins import nearest
 from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
+from .depth import depth
 from .experts import copy_experts
 from .growth import Given, Growth, no_rows
+from .mixture import mixture
 from .split import split
 from .usefulness import loss_of
 
@@ -40,6 +44,8 @@ class Operator:
 OPERATORS = {
     "split": Operator(("split",), split),
     "experts": Operator(("experts", "by", "asleep", "noise"), copy_experts),
+    "mixture": Operator(("mixture", "exact", "drop", "top"), mixture),
+    "depth": Operator(("core", "prelude", "coda", "loops"), depth),
 }
 
 
