@@ -240,4 +240,4 @@ def test_a_growth_that_was_changed_is_refused(trunk: Path, tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "run")
     other = opened(trunk, tmp_path / "run", "mesh.ep=2", grow="split=4")
     opened(trunk, tmp_path / "run", "mesh.ep=2", grow="split=2")  # no step was made yet
-    assert "does not grow into this model" in refusal(other, tmp_path / "run")
+    assert "does not give every element of the model once" in refusal(other, tmp_path / "run")
