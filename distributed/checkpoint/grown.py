@@ -140,14 +140,15 @@ class PublishedReader:
     """Reads a published folder under our names; a piece without a key is zeros."""
 
     def __init__(self, folder: PublishedFolder, pieces: Sequence[Piece]) -> None:
+        """Checks that the folder has the pieces, and that they give every element once."""
         folder.check([piece for piece in pieces if piece.key])
         refuse_gaps(str(folder.path), pieces)
         self._folder, self._pieces = folder, _by_name(pieces)
+        self._shapes = {name: _extent(own) for name, own in self._pieces.items()}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
-        pieces = self._pieces.get(name.removeprefix("model."))
-        return None if pieces is None else _extent(pieces)
+        return self._shapes.get(name.removeprefix("model."))
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Returns a block of a tensor."""
@@ -170,6 +171,7 @@ class GrownReader:
             CheckpointError: it does not give every element of a tensor once, or copies what is not there.
         """
         self._below, self._takes = below, _by_name(takes)
+        self._shapes = {name: _extent(own) for name, own in self._takes.items()}
         refuse_gaps("the growth", takes)
         for take in takes:
             found = below.shape(f"model.{take.source}") if take.source else ()
@@ -180,8 +182,7 @@ class GrownReader:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
-        takes = self._takes.get(_own_name(name)[1])
-        return self._below.shape(name) if takes is None else _extent(takes)
+        return self._shapes.get(_own_name(name)[1]) or self._below.shape(name)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Returns a block of a tensor."""
