@@ -93,13 +93,16 @@ def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
 
 def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
     """Returns the takes that `takes_to_json` described."""
-    return [Take(*(tuple(v) if isinstance(v, list) else v for v in row)) for row in rows]
+    return [
+        Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), *values)
+        for name, start, sizes, source, at, axes, *values in rows
+    ]
 
 
 # Readers -----------------------------------------------------------------------------------------
 
 
-class Reader(Protocol):
+class BlockReader(Protocol):
     """Reads blocks of tensors under their names in a checkpoint, "model.<name>" for weights."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -164,7 +167,7 @@ class PublishedReader:
 class GrownReader:
     """Reads a model that has grown out of the one that another reader reads."""
 
-    def __init__(self, below: Reader, takes: Sequence[Take]) -> None:
+    def __init__(self, below: BlockReader, takes: Sequence[Take]) -> None:
         """Checks the table against the model before.
 
         Raises:
@@ -210,7 +213,7 @@ _Region = TypeVar("_Region", Piece, Take)
 
 def refuse_gaps(
     what: str,
-    regions: Sequence[Piece] | Sequence[Take],
+    regions: Sequence[_Region],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Checks that regions give every element of their tensors exactly once.

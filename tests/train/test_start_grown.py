@@ -24,7 +24,8 @@ from moebius.distributed.checkpoint.source import SOURCE, read_source
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train import loop
-from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.errors import ConfigError
+from moebius.train.config.run_config import Config
 from moebius.train.families.table import FAMILY, pieces_of
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run

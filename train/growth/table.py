@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ...data_pipeline.words import some_of
-from ...distributed.checkpoint.grown import GrownReader, Reader, takes_to_json
+from ...distributed.checkpoint.grown import BlockReader, GrownReader, takes_to_json
 from ...distributed.checkpoint.source import GrownBy
 from ...model.config.model_config import ModelConfig
 from ...model.config.sections import plain_message
@@ -58,7 +58,7 @@ class Grown:
     notes: tuple[str, ...]
 
 
-def parse(words: Sequence[str]) -> list[tuple[str, Mapping[str, str]]]:
+def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """Returns the operators that words name, each with its words, in their order.
 
     Raises:
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> list[tuple[str, Mapping[str, str]]]:
 def grow(
     model: ModelConfig,
     words: Sequence[str],
-    reader: Reader,
+    reader: BlockReader,
     *,
     seed: int = 0,
     rows: Callable[[], Sequence[Rows]] = no_rows,
@@ -124,8 +124,8 @@ def grow(
 
 
 def _losses(
-    before: tuple[ModelConfig, Reader],
-    after: tuple[ModelConfig, Reader],
+    before: tuple[ModelConfig, BlockReader],
+    after: tuple[ModelConfig, BlockReader],
     rows: Callable[[], Sequence[Rows]],
 ) -> str:
     """Says the loss of a few validation rows before and after a growth that is not exact."""
@@ -138,7 +138,7 @@ def _losses(
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
 
 
-def _whole(model: ModelConfig, reader: Reader) -> Callable[[str], Tensor]:
+def _whole(model: ModelConfig, reader: BlockReader) -> Callable[[str], Tensor]:
     """Returns what reads a whole tensor by its name."""
 
     def read(name: str) -> Tensor:
