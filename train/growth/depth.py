@@ -74,8 +74,8 @@ def _range(name: str, words: Mapping[str, str], num_layers: int) -> range:
     found = range(*map(int, match.groups())) if match else range(0)
     if not found or found.stop > num_layers:
         raise ConfigError(
-            f"{name}={words.get(name, '')}: write a range of the model's {num_layers} layers, counted "
-            f"from 0 and without its end, for example {name}=0:{num_layers}"
+            f"{name} is a range of the model's {num_layers} layers, counted from 0 and without its end, "
+            f"for example {name}=0:{num_layers}"
         )
     return found
 
