@@ -34,23 +34,25 @@ def given(state: State, seed: int = 0) -> Given:
     return Given(seed, state.__getitem__)
 
 
-class _InMemory:
-    """Reads weights that are there."""
+class InMemory:
+    """Reads tensors that are there, under their names in a checkpoint or as parameters."""
 
     def __init__(self, state: State) -> None:
-        self.state = state
+        self.state = {
+            name if name.startswith(("model.", "optimizer.")) else f"model.{name}": value
+            for name, value in state.items()
+        }
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        found = self.state.get(name.removeprefix("model."))
-        return None if found is None else tuple(found.shape)
+        return tuple(self.state[name].shape) if name in self.state else None
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        return block_of(self.state[name.removeprefix("model.")], offsets, sizes)
+        return block_of(self.state[name], offsets, sizes)
 
 
 def grown(state: State, growth: Growth) -> dict[str, Tensor]:
     """Returns the weights of a grown model."""
-    reader, found = GrownReader(_InMemory(state), growth.takes), {}
+    reader, found = GrownReader(InMemory(state), growth.takes), {}
     for name, shape in shapes_of(growth.model).items():
         assert reader.shape(f"model.{name}") == shape
         values = reader.read(f"model.{name}", (0,) * len(shape), shape)

@@ -268,7 +268,9 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     if updates := meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
     run.average.allocate(meta.get("average", {}).get("kind"))
-    found.load(*state_tensors(run.model, run.optimizer), run.mesh)
+    imported = not updates  # old imports have zero moments
+    state = state_tensors(run.model, run.optimizer)
+    found.load(*state, mesh=run.mesh, allow_unexpected=imported)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:

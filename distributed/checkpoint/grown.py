@@ -12,21 +12,22 @@ copies nothing has a state of zeros.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...data_pipeline.words import some_of
+from ..average import AVERAGE, RECENT
 from ..local_shard import LocalShard, Slice, block_of
 from .format import CheckpointError, Chunk, Index, StoredCheckpoint, StoredTensor, audit
 from .loading import dtype_named, overlaps, read_chunk
 from .pieces import Piece, PublishedFolder
 
-_SHOWN = 20  # problems of a table in a message
-_AS_WEIGHTS = ("model", "optimizer.average", "optimizer.average_recent")
+_AS_WEIGHTS = ("model", f"optimizer.{AVERAGE}", f"optimizer.{RECENT}")
 # Powers of a take's factor that the state of an optimizer is multiplied by.
 _POWERS = {
     "optimizer.exp_avg": -1,
@@ -85,26 +86,14 @@ class Take:
         return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Take)[6:]}
-
-
 def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
-    """Returns takes as JSON values, one short list each."""
-    rows = []
-    for take in takes:
-        values = {key: value for key, value in asdict(take).items() if key in _DEFAULTS}
-        changes = {key: value for key, value in values.items() if value != _DEFAULTS[key]}
-        row = [take.name, take.start, take.sizes, take.source, take.at, take.axes]
-        rows.append([*row, changes] if changes else row)
-    return rows
+    """Returns takes as JSON values, a list of their fields each."""
+    return [[*vars(take).values()] for take in takes]
 
 
 def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
     """Returns the takes that `takes_to_json` described."""
-    return [
-        Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), **dict(*changes))
-        for name, start, sizes, source, at, axes, *changes in rows
-    ]
+    return [Take(*(tuple(v) if isinstance(v, list) else v for v in row)) for row in rows]
 
 
 # Readers -----------------------------------------------------------------------------------------
@@ -151,13 +140,15 @@ class PublishedReader:
     """Reads a published folder under our names; a piece without a key is zeros."""
 
     def __init__(self, folder: PublishedFolder, pieces: Sequence[Piece]) -> None:
+        """Checks that the folder has the pieces, and that they give every element once."""
         folder.check([piece for piece in pieces if piece.key])
+        refuse_gaps(str(folder.path), pieces)
         self._folder, self._pieces = folder, _by_name(pieces)
+        self._shapes = {name: _extent(own) for name, own in self._pieces.items()}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
-        pieces = self._pieces.get(name.removeprefix("model."))
-        return None if pieces is None else _extent(pieces)
+        return self._shapes.get(name.removeprefix("model."))
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Returns a block of a tensor."""
@@ -180,26 +171,18 @@ class GrownReader:
             CheckpointError: it does not give every element of a tensor once, or copies what is not there.
         """
         self._below, self._takes = below, _by_name(takes)
-        tensors = {
-            name: StoredTensor(dtype="", shape=_extent(own), chunks=[*map(_as_chunk, own)])
-            for name, own in self._takes.items()
-        }
-        problems = audit(Index(tensors=tensors), {})
+        self._shapes = {name: _extent(own) for name, own in self._takes.items()}
+        refuse_gaps("the growth", takes)
         for take in takes:
             found = below.shape(f"model.{take.source}") if take.source else ()
             ends = [at + size for at, size in zip(take.at, take.piece.counts, strict=True)]
             if found is None or [*map(min, ends, found)] != ends or len(ends) != len(found):
                 there = "no such tensor" if found is None else list(found)
-                problems.append(f"{take.name} copies {take.source} up to {ends}, of {there}")
-        if problems:
-            raise CheckpointError(
-                "the growth does not fit the model before:\n  " + "\n  ".join(problems[:_SHOWN])
-            )
+                raise CheckpointError(f"{take.name} copies {take.source} up to {ends}, of {there}")
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
-        takes = self._takes.get(_own_name(name)[1])
-        return self._below.shape(name) if takes is None else _extent(takes)
+        return self._shapes.get(_own_name(name)[1]) or self._below.shape(name)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Returns a block of a tensor."""
@@ -223,6 +206,34 @@ class GrownReader:
 
 
 _Region = TypeVar("_Region", Piece, Take)
+
+
+def refuse_gaps(
+    what: str,
+    regions: Sequence[Piece] | Sequence[Take],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Checks that regions give every element of their tensors exactly once.
+
+    Args:
+        what: they are of, for the message.
+        regions: of any tensors.
+        shapes: of these tensors, by name; none: where their regions end.
+
+    Raises:
+        CheckpointError: lists the tensors with parts that are missing or there twice.
+    """
+    tensors = {
+        name: StoredTensor(
+            dtype="",
+            shape=_extent(own) if shapes is None else shapes[name],
+            chunks=[*map(_as_chunk, own)],
+        )
+        for name, own in _by_name(regions).items()
+    }
+    if gaps := audit(Index(tensors=tensors), {}):
+        listed = some_of(gaps, between="\n  ", most=1000)
+        raise CheckpointError(f"{what}: does not give every element of the model once:\n  {listed}")
 
 
 def _by_name(regions: Sequence[_Region]) -> dict[str, list[_Region]]:

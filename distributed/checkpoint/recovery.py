@@ -50,13 +50,18 @@ class WholeCheckpoint:
     grow: Callable[..., None] | None = None  # reads the state of a branch that grows out of it
 
     def load(
-        self, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard], mesh: Mesh
+        self,
+        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, LocalShard],
+        *,
+        mesh: Mesh,
+        allow_unexpected: bool,
     ) -> None:
-        """Fills this rank's part of a run's state in place, all or nothing. Collective."""
+        """Fills this rank's part of a run's state in place, all or nothing; as `loading.load`. Collective."""
         if self.grow is not None:
             return self.grow(tensors, shards, mesh=mesh)
-        imported = not self.meta.meta["progress"]["updates"]  # old imports have zero moments
-        load(self.path, tensors, shards, mesh=mesh, check_bytes=False, allow_unexpected=imported)
+        options = {"check_bytes": False, "allow_unexpected": allow_unexpected}
+        load(self.path, tensors, shards, mesh=mesh, **options)
 
 
 def newest_whole(

@@ -25,10 +25,6 @@ from ...data_pipeline.words import some_of
 from ...plugins import distrust
 from .format import (
     CheckpointError,
-    Chunk,
-    Index,
-    StoredTensor,
-    audit,
     blake2b,
     open_checkpoint,
 )
@@ -38,7 +34,6 @@ if TYPE_CHECKING:  # commands read source.json without DTensor's import of half 
     from ..local_shard import LocalShard
     from ..mesh import Mesh
     from .grown import Reader
-    from .pieces import Piece
     from .recovery import WholeCheckpoint
 
 SOURCE = "source.json"
@@ -227,7 +222,7 @@ def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
     if source.moments == "new":
         kept["progress"] = {**kept["progress"], "updates": 0}
         kept = {key: value for key, value in kept.items() if key not in ("average", "groups")}
-    grow = partial(load_grown, source, check_bytes=False)
+    grow = partial(load_blocks, source, check_bytes=False)
     return WholeCheckpoint(path, meta.model_copy(update={"meta": kept}), damaged=(), grow=grow)
 
 
@@ -250,10 +245,8 @@ def load_source(
     zeros = () if source.grown else source.zeros  # which a growth may change
     kept = {f"model.{name}" for name in (*source.drawn, *zeros)}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
-    if source.grown:
-        return load_grown(source, wanted, shards, mesh=mesh)
-    if source.kind == "folder":
-        return _load_folder(source, wanted, shards, mesh)
+    if source.grown or source.kind == "folder":
+        return load_blocks(source, wanted, shards, mesh=mesh)
     together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
     load(Path(source.path), wanted, shards, mesh=mesh, allow_unexpected=True, converts=True)
 
@@ -290,7 +283,7 @@ def _check_digest(source: Source, now: str) -> None:
         )
 
 
-# Sources that grow --------------------------------------------------------------------------------
+# Sources that are read block by block ---------------------------------------------------------------
 
 
 def open_reader(
@@ -325,7 +318,7 @@ def open_reader(
     return reader
 
 
-def load_grown(
+def load_blocks(
     source: Source,
     tensors: Mapping[str, Tensor],
     shards: "Mapping[str, LocalShard]",
@@ -333,9 +326,9 @@ def load_grown(
     mesh: "Mesh",
     check_bytes: bool = True,
 ) -> None:
-    """Fills this rank's tensors from a source that grows, in the dtype that they have here. Collective.
+    """Does what `load_source` does, from a folder or a source that grows. Collective.
 
-    Those of a branch include the optimizer's state. Otherwise as `load_source`.
+    Of a branch that grows, `tensors` include the optimizer's state.
     """
     from ..local_shard import whole_shard
 
@@ -347,8 +340,9 @@ def load_grown(
         )
         shapes = {name: (reader.shape(name), shard.global_shape) for name, shard in own.items()}
         if unlike := [f"{name}: {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
+            listed = some_of(unlike, between="\n  ", most=1000)
             raise CheckpointError(
-                f"{source.path} does not grow into this model: {some_of(unlike, most=500)}"
+                f"{source.path}: does not give every element of the model once:\n  {listed}"
             )
         return reader
 
@@ -361,66 +355,3 @@ def load_grown(
                 slice_.view(tensors[name].detach()).copy_(values)
 
     together(mesh.world_group, read)
-
-
-# Published folders -------------------------------------------------------------------------------
-
-
-def _load_folder(
-    source: Source, tensors: Mapping[str, Tensor], shards: "Mapping[str, LocalShard]", mesh: "Mesh"
-) -> None:
-    """Fills this rank's tensors from a published folder, block by block."""
-    from ..local_shard import block_of, whole_shard
-    from .loading import overlaps
-    from .pieces import PublishedFolder, pieces_from_json
-
-    path = Path(source.path)
-    pieces = [one for one in pieces_from_json(source.pieces) if f"model.{one.name}" in tensors]
-    own = {name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()}
-
-    def check() -> PublishedFolder:
-        if not path.exists():
-            _check_digest(source, "")
-        folder = PublishedFolder(path)
-        _check_digest(source, folder.digest)
-        folder.check(pieces)
-        refuse_gaps(source.path, pieces, {name: shard.global_shape for name, shard in own.items()})
-        return folder
-
-    folder = together(mesh.world_group, check)
-
-    def read() -> None:
-        for piece in sorted(pieces, key=lambda piece: folder.keys[piece.key].file):
-            name = f"model.{piece.name}"
-            for there, here, sizes in overlaps(_as_chunk(piece), own[name]):
-                offsets = [at + start for at, start in zip(there, piece.start, strict=True)]
-                block = folder.read(piece, offsets, sizes)
-                block_of(tensors[name].detach(), here, sizes).copy_(block)
-
-    together(mesh.world_group, read)
-
-
-def refuse_gaps(path: str, pieces: "Sequence[Piece]", shapes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that pieces give every element of tensors exactly once.
-
-    Args:
-        path: of their folder, for the message.
-        pieces: the pieces of the tensors.
-        shapes: of the whole tensors, as "model.<name>".
-
-    Raises:
-        CheckpointError: lists the tensors with parts that are missing or there twice.
-    """
-    found = {
-        name: StoredTensor(dtype="", shape=tuple(shape), chunks=[])
-        for name, shape in shapes.items()
-    }
-    for piece in pieces:
-        found[f"model.{piece.name}"].chunks.append(_as_chunk(piece))
-    if gaps := audit(Index(tensors=found), {}):
-        listed = "\n  ".join(gaps)
-        raise CheckpointError(f"{path}: does not give every element of the model once:\n  {listed}")
-
-
-def _as_chunk(piece: "Piece") -> Chunk:
-    return Chunk(offsets=piece.start, sizes=piece.sizes, file=piece.key, start=0, length=0)

@@ -29,8 +29,9 @@ from ...data_pipeline.tokenizers.hub import open_tokenizer
 from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ...data_pipeline.words import run_and_step, runs_near, some_of
 from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint
+from ...distributed.checkpoint.grown import refuse_gaps
 from ...distributed.checkpoint.pieces import Piece, pieces_to_json
-from ...distributed.checkpoint.source import Source, open_reader, refuse_gaps
+from ...distributed.checkpoint.source import Source, open_reader
 from ...model.config.model_config import ModelConfig
 from ...plugins import trust
 from ..config.resolve import StartSections, base_values, resolve
@@ -216,8 +217,7 @@ def _in_folder(path: Path, family: str | None, *, given: str) -> GivenWeights:
     """Returns a folder of published weights, of which every rank reads its own pieces."""
     plan = open_family(path, family)
     weights = weights_in_folder(plan, given=given)
-    wanted = {f"model.{piece.name}": weights.shapes[piece.name] for piece in plan.pieces}
-    refuse_gaps(str(path), plan.pieces, wanted)
+    refuse_gaps(str(path), plan.pieces, weights.shapes)
     pieces = tuple(pieces_to_json(plan.pieces))
     return replace(weights, source=weights.source.model_copy(update={"pieces": pieces}))
 

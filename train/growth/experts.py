@@ -35,37 +35,41 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
         ConfigError: there would be too many copies, or the router has nothing that lets them sleep.
     """
     experts = experts_of(model)
-    more = _number_of_copies(experts, words["experts"])
-    noise, by = _noise(experts, words), words.get("by", "")
-    if by and by not in SCORES:
-        raise ConfigError(f"by={by} is no measure of usefulness; {', '.join(SCORES)} are")
-    is_all = not by and words["experts"][0] != "+"
-    scores = {} if is_all else scores_of(by or "norm", model, given)
+    more, noise = _number_of_copies(experts, words["experts"]), _noise(experts, words)
+    scores = _scores(model, words, given)
     even = torch.ones(experts.num_experts)
     groups = getattr(experts.router, "num_groups", 1)
     takes, gap = list[Take](), 0.0
     for member, name, last, shape in expert_tensors(model):
-        order = _order(scores.get(member, even), more, groups)
-        std = plus = 0.0
-        if last == "weight" and noise is not None:
+        order, std, depth = _order(scores.get(member, even), more, groups), 0.0, 0.0
+        if noise is None and last == "selection_bias":
+            depth = _gap(given.tensor(name))
+        elif noise and last == "weight":
             std = noise * given.tensor(name).double().square().mean().sqrt().item()
-        if last == "selection_bias" and noise is None:
-            bias = given.tensor(name)
-            gap = max(
-                gap, own := (bias.max() - bias.min()).item() + 1 + _MARGIN
-            )  # scores are in [0, 1]
-            plus = -own
-        takes += _takes(name, shape, order, plus=plus, std=std, seed=given.seed)
+        gap = max(gap, depth)
+        takes += _takes(name, shape, order, plus=-depth, std=std, seed=given.seed)
     grown = model.changed({"feed_forward.num_experts": experts.num_experts + more})
     sizes = f"E={experts.num_experts + more}, of which {more} are copies"
     if noise is not None:
         return Growth(grown, tuple(takes), f"{sizes}; the loss may change", is_exact=False)
     assert isinstance(experts.router, DeepSeekConfig)
-    steps = gap / experts.router.bias_rate
-    notes = (
-        f"copies sleep for up to {steps:,.0f} steps of bias_rate={experts.router.bias_rate:g}",
-    )
+    rate = experts.router.bias_rate
+    notes = (f"copies sleep for up to {gap / rate:,.0f} steps of bias_rate={rate:g}",)
     return Growth(grown, tuple(takes), f"the logits stay equal; {sizes}", notes=notes)
+
+
+def _scores(model: ModelConfig, words: Mapping[str, str], given: Given) -> dict[int, Tensor]:
+    """Returns the usefulness of every expert by layer; empty: all are equally useful."""
+    by = words.get("by", "norm")
+    if by not in SCORES:
+        raise ConfigError(f"by={by} is no measure of usefulness; {', '.join(SCORES)} are")
+    is_all = "by" not in words and not words["experts"].startswith("+")
+    return {} if is_all else scores_of(by, model, given)
+
+
+def _gap(bias_E: Tensor) -> float:
+    """Returns how far below its expert's the bias of a copy lies, that no score in [0, 1] makes good."""
+    return (bias_E.max() - bias_E.min()).item() + 1 + _MARGIN
 
 
 def _number_of_copies(experts: ExpertsConfig, word: str) -> int:

@@ -37,16 +37,13 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     }
     if experts.num_shared_experts:
         changes["d_shared_expert"] = experts.d_shared_expert or experts.d_expert
-    shared = router.kind != "sigmoid"  # the parts share the gate of the expert
-    down = 1.0
+    down = 1.0  # what makes good that the parts share their expert's gate
     if isinstance(router, DeepSeekConfig):
-        shared = router.renormalise or router.scores == "softmax"
-        changes["router.route_scale"] = router.route_scale * (parts if shared else 1)
-    elif shared:
+        is_shared = router.renormalise or router.scores == "softmax"
+        changes["router.route_scale"] = router.route_scale * (parts if is_shared else 1)
+    elif router.kind == "token_choice":
         down = float(parts)
-    factors = {"w_down": down, "b_down": (1.0 if shared else 1 / parts)}
-    if isinstance(router, DeepSeekConfig) and shared:
-        factors["b_down"] = 1 / parts
+    factors = {"w_down": down, "b_down": down / parts}
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
     takes = tuple(
         take

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from grown_case import TOKENS, drawn, given, grown, logits_of, near
+from grown_case import TOKENS, InMemory, State, drawn, given, grown, logits_of, near
 from published_case import arrays_of, folder_of
 from small_model import VARIANTS
+from torch import Tensor
 
+from moebius.distributed.checkpoint.grown import GrownReader
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.errors import ConfigError
@@ -88,18 +90,37 @@ def test_finer_experts_of_published_mixtures_give_the_recorded_logits(family: st
         near(found, recorded["logits"], 2e-5)
 
 
-@pytest.mark.parametrize("kind", ["σ-MoE", "softmax"])
-def test_parts_get_gradients_of_their_own(kind: str) -> None:
+def gradients_of(model: ModelConfig, state: State) -> dict[str, Tensor]:
+    built = Transformer(model).double()
+    built.load_state_dict(state)
+    built(TOKENS).logits_BSV.square().sum().backward()
+    return {name: one.grad for name, one in built.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["σ-MoE", "softmax", "V3, shared experts"])
+def test_parts_separate_and_moments_are_those_of_their_gradients(kind: str) -> None:
     model = BASE.changed(MODELS[kind])
     state = drawn(model, torch.float64)
     growth = split(model, {"split": "2"}, given(state))
-    built = Transformer(growth.model).double()
-    built.load_state_dict(grown(state, growth))
-    built(TOKENS).logits_BSV.square().sum().backward()
-    router = built.get_parameter("group.0.feed_forward.router.weight")
-    assert router.grad is not None
-    assert torch.equal(router[0::2], router[1::2])
-    assert (router.grad[0::2] - router.grad[1::2]).abs().max() > 1e-3
+    before, after = (
+        gradients_of(config, weights)
+        for config, weights in ((model, state), (growth.model, grown(state, growth)))
+    )
+    rows = after["group.0.feed_forward.router.weight"]
+    assert (rows[0::2] - rows[1::2]).abs().max() > 1e-3
+    powers = {"exp_avg": 1, "exp_avg_sq": 2, "momentum_buffer": 1}
+    moments = {
+        f"optimizer.{slot}.{name}": value**power
+        for name, value in before.items()
+        for slot, power in powers.items()
+    }
+    reader = GrownReader(
+        InMemory(moments | {f"model.{n}": v for n, v in state.items()}), growth.takes
+    )
+    for name, value in after.items():
+        for slot, power in powers.items() if ".w_" in name else ():
+            found = reader.read(f"optimizer.{slot}.{name}", (0,) * value.ndim, value.shape)
+            torch.testing.assert_close(found, value**power)
 
 
 @pytest.mark.parametrize(
