@@ -62,7 +62,7 @@ def depth(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
         tuple(_takes(model, grown, layers)),
         "with one loop, the logits are those of the layers that are left, to 1e-6",
         is_exact=loops == 1 and not lost,
-        notes=(f"layers left out: {', '.join(map(str, lost)) or 'none'}",),
+        notes=(f"layers left out: {', '.join(map(str, lost))}",) if lost else (),
     )
 
 

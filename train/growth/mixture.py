@@ -65,10 +65,9 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     layers = range(model.layers_per_group)
     takes = [take for layer in layers for take in _layer_takes(model, sizes, given, layer)]
     redrawn = f"{sizes.redrawn} of each expert's {sizes.d_expert} hidden units are redrawn"
-    note = (
-        f"the feed-forwards become {sizes.num_experts} experts of {sizes.d_expert} hidden units, and "
-        f"a token uses {sizes.top_k}: {sizes.top_k // sizes.parts} times their FLOPs"
-    )
+    used = sizes.top_k // sizes.parts
+    cost = "the dense model's FLOPs" if used == 1 else f"{used} times the dense model's FLOPs"
+    note = f"{sizes.num_experts} experts of {sizes.d_expert} hidden units, {sizes.top_k} for a token: {cost}"
     return Growth(
         grown,
         (*takes, *_new_norms(model, grown)),
