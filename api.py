@@ -216,6 +216,7 @@ def start_from(
     """Returns a run that starts from given weights, for `fit` and `submit`, like `--from`.
 
         start = moebius.start_from("runs/a", "smoke", "optim.learning_rate=1e-4")
+        start = moebius.start_from("runs/a@2000", grow="experts=x2")
         moebius.fit(start, "runs/b")
 
     It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.

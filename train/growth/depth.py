@@ -62,7 +62,7 @@ def depth(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
         tuple(_takes(model, grown, layers)),
         "with one loop, the logits are those of the layers that are left, to 1e-6",
         is_exact=loops == 1 and not lost,
-        notes=(f"layers left out: {', '.join(map(str, lost)) or 'none'}",),
+        notes=(f"layers left out: {', '.join(map(str, lost))}",) if lost else (),
     )
 
 
@@ -74,8 +74,8 @@ def _range(name: str, words: Mapping[str, str], num_layers: int) -> range:
     found = range(*map(int, match.groups())) if match else range(0)
     if not found or found.stop > num_layers:
         raise ConfigError(
-            f"{name}={words.get(name, '')}: write a range of the model's {num_layers} layers, counted "
-            f"from 0 and without its end, for example {name}=0:{num_layers}"
+            f"{name} is a range of the model's {num_layers} layers, counted from 0 and without its end, "
+            f"for example {name}=0:{num_layers}"
         )
     return found
 

@@ -65,10 +65,9 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     layers = range(model.layers_per_group)
     takes = [take for layer in layers for take in _layer_takes(model, sizes, given, layer)]
     redrawn = f"{sizes.redrawn} of each expert's {sizes.d_expert} hidden units are redrawn"
-    note = (
-        f"the feed-forwards become {sizes.num_experts} experts of {sizes.d_expert} hidden units, and "
-        f"a token uses {sizes.top_k}: {sizes.top_k // sizes.parts} times their FLOPs"
-    )
+    used = sizes.top_k // sizes.parts
+    cost = "the dense model's FLOPs" if used == 1 else f"{used} times the dense model's FLOPs"
+    note = f"{sizes.num_experts} experts of {sizes.d_expert} hidden units, {sizes.top_k} for a token: {cost}"
     return Growth(
         grown,
         (*takes, *_new_norms(model, grown)),
@@ -111,8 +110,8 @@ def _top_k(words: Mapping[str, str], num_experts: int, parts: int) -> int:
     if not _NUMBER.fullmatch(given) or int(given) not in fitting:
         advice = f"top={_any(fitting)}" if fitting else "more experts, for example mixture=8/1"
         raise ConfigError(
-            f"top={given}: a token takes whole copies of {parts} experts, at least two and at most "
-            f"{num_experts} experts; choose {advice}"
+            f"a token takes whole copies of {parts} experts, at least two experts and at most "
+            f"{num_experts}; choose {advice}"
         )
     return int(given)
 
@@ -124,8 +123,8 @@ def _redrawn(words: Mapping[str, str], d_expert: int) -> int:
     redrawn = round(float(given) * d_expert) if re.fullmatch(r"0?\.\d+", given) else 0
     if "exact" in words or not 0 < redrawn < d_expert:
         raise ConfigError(
-            f"drop={given}: write the share of each expert's {d_expert} hidden units that are "
-            "redrawn, above 0 and below 1, for example drop=0.5, and no exact beside it"
+            f"drop is the share of each expert's {d_expert} hidden units that are redrawn, above 0 and "
+            "below 1, for example drop=0.5, and excludes exact"
         )
     return redrawn
 
