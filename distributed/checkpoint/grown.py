@@ -279,6 +279,8 @@ def _filled(
     """Returns a block, filled with the parts of regions that overlap it."""
     block, asked, count = None, _asked(sizes, offsets, sizes), 0
     for region in regions:
+        if sizes and not -region.sizes[0] < region.start[0] - offsets[0] < sizes[0]:
+            continue  # as most of the many regions of a bank
         for inside, here, extent in overlaps(_as_chunk(region), asked):
             values = part(region, inside, extent)
             block = torch.zeros(tuple(sizes), dtype=values.dtype) if block is None else block

@@ -17,10 +17,12 @@ from trained import by_step, column, different, newest_state, run_training
 from world import run_ranks
 
 from moebius import start_from
+from moebius.distributed.checkpoint import grown as module
 from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.checkpoint.grown import GrownReader, takes_from_json
+from moebius.distributed.checkpoint.loading import read_chunk
 from moebius.distributed.checkpoint.pieces import cut
-from moebius.distributed.checkpoint.source import SOURCE, read_source
+from moebius.distributed.checkpoint.source import SOURCE, open_reader, read_source
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train import loop
@@ -131,6 +133,24 @@ def test_a_folder_grows_the_same_bits(
     zeros = {name for name in expected if name.endswith("selection_bias")}
     assert zeros
     assert not any(expected[name].any() for name in zeros)
+
+
+def test_a_chunk_with_a_whole_bank_is_read_once(
+    trunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(
+        module, "read_chunk", lambda *given: read.append(given[2]) or read_chunk(*given)
+    )
+    start = start_from(trunk, grow="split=4 experts=x2 noise=0")
+    reader, name = open_reader(start.source), "model.group.0.feed_forward.sparse.experts.w_up"
+    shape = reader.shape(name)
+    assert shape == (64, 24, 4)
+    read.clear()
+    reader.read(name, (0, 0, 0), shape)
+    assert (
+        len(read) == 2 * 2
+    )  # each rank of the trunk has written a chunk; copies follow the originals
 
 
 # In the middle of a run ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ An operator is a function of a model and its words; it knows no file, layout or 
 configuration and a table of regions (`Take`), which a run keeps in its source.json.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ from .growth import Given, Growth, no_rows
 from .mixture import mixture
 from .split import split
 from .usefulness import loss_of
+
+_MOST_MEASURED = 2**30  # numbers of a model whose loss is measured before the ranks start
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,11 @@ def _losses(
 ) -> str:
     """Says the loss of a few validation rows before and after a growth that is not exact."""
     try:
+        if sum(map(math.prod, shapes_of(after[0]).values())) > _MOST_MEASURED:
+            raise ConfigError("the model is too large for this process")
         given = rows()
     except ValueError as error:
-        return f"the loss after it is that of the first evaluation ({error})"
+        return f"the first evaluation says the loss after it ({error})"
     found = [loss_of(model, _whole(model, reader), given) for model, reader in (before, after)]
     count = sum(some.num_rows for some in given)
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
