@@ -246,7 +246,7 @@ def _by_name(regions: Sequence[_Region]) -> dict[str, list[_Region]]:
     return found
 
 
-def _extent(regions: Sequence[Piece] | Sequence[Take]) -> tuple[int, ...]:
+def _extent(regions: Sequence[_Region]) -> tuple[int, ...]:
     """Returns the shape of a tensor that regions cover."""
     ends = [map(sum, zip(one.start, one.sizes, strict=True)) for one in regions]
     return tuple(map(max, zip(*ends, strict=True)))

@@ -144,8 +144,8 @@ def test_a_chunk_with_a_whole_bank_is_read_once(
     )
     start = start_from(trunk, grow="split=4 experts=x2 noise=0")
     reader, name = open_reader(start.source), "model.group.0.feed_forward.sparse.experts.w_up"
-    shape = reader.shape(name)
-    assert shape == (64, 24, 4)
+    shape = (64, 24, 4)
+    assert reader.shape(name) == shape
     read.clear()
     reader.read(name, (0, 0, 0), shape)
     assert (
