@@ -93,13 +93,16 @@ def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
 
 def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
     """Returns the takes that `takes_to_json` described."""
-    return [Take(*(tuple(v) if isinstance(v, list) else v for v in row)) for row in rows]
+    return [
+        Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), *values)
+        for name, start, sizes, source, at, axes, *values in rows
+    ]
 
 
 # Readers -----------------------------------------------------------------------------------------
 
 
-class Reader(Protocol):
+class BlockReader(Protocol):
     """Reads blocks of tensors under their names in a checkpoint, "model.<name>" for weights."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -164,7 +167,7 @@ class PublishedReader:
 class GrownReader:
     """Reads a model that has grown out of the one that another reader reads."""
 
-    def __init__(self, below: Reader, takes: Sequence[Take]) -> None:
+    def __init__(self, below: BlockReader, takes: Sequence[Take]) -> None:
         """Checks the table against the model before.
 
         Raises:
@@ -210,7 +213,7 @@ _Region = TypeVar("_Region", Piece, Take)
 
 def refuse_gaps(
     what: str,
-    regions: Sequence[Piece] | Sequence[Take],
+    regions: Sequence[_Region],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Checks that regions give every element of their tensors exactly once.
@@ -243,7 +246,7 @@ def _by_name(regions: Sequence[_Region]) -> dict[str, list[_Region]]:
     return found
 
 
-def _extent(regions: Sequence[Piece] | Sequence[Take]) -> tuple[int, ...]:
+def _extent(regions: Sequence[_Region]) -> tuple[int, ...]:
     """Returns the shape of a tensor that regions cover."""
     ends = [map(sum, zip(one.start, one.sizes, strict=True)) for one in regions]
     return tuple(map(max, zip(*ends, strict=True)))
@@ -276,6 +279,8 @@ def _filled(
     """Returns a block, filled with the parts of regions that overlap it."""
     block, asked, count = None, _asked(sizes, offsets, sizes), 0
     for region in regions:
+        if sizes and not -region.sizes[0] < region.start[0] - offsets[0] < sizes[0]:
+            continue  # as most of the many regions of a bank
         for inside, here, extent in overlaps(_as_chunk(region), asked):
             values = part(region, inside, extent)
             block = torch.zeros(tuple(sizes), dtype=values.dtype) if block is None else block

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -60,7 +61,7 @@ class WholeCheckpoint:
         """Fills this rank's part of a run's state in place, all or nothing; as `loading.load`. Collective."""
         if self.grow is not None:
             return self.grow(tensors, shards, mesh=mesh)
-        options = {"check_bytes": False, "allow_unexpected": allow_unexpected}
+        options: dict[str, Any] = {"check_bytes": False, "allow_unexpected": allow_unexpected}
         load(self.path, tensors, shards, mesh=mesh, **options)
 
 

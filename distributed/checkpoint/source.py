@@ -33,7 +33,7 @@ from .together import gathered, together
 if TYPE_CHECKING:  # commands read source.json without DTensor's import of half a second
     from ..local_shard import LocalShard
     from ..mesh import Mesh
-    from .grown import Reader
+    from .grown import BlockReader
     from .recovery import WholeCheckpoint
 
 SOURCE = "source.json"
@@ -59,7 +59,7 @@ class GrownBy(BaseModel):
     @staticmethod
     def of(words: str, model: dict[str, Any], takes: Sequence[Any]) -> "GrownBy":
         """Returns a growth with its digest."""
-        return GrownBy(words=words, model=model, takes=takes, digest=_digest(model, takes))
+        return GrownBy(words=words, model=model, takes=tuple(takes), digest=_digest(model, takes))
 
     def check(self) -> None:
         """Refuses a table that was changed."""
@@ -288,7 +288,7 @@ def _check_digest(source: Source, now: str) -> None:
 
 def open_reader(
     source: Source, *, part: int = 0, parts: int = 1, check_bytes: bool = True
-) -> "Reader":
+) -> "BlockReader":
     """Opens what a run starts from as the model that it starts with.
 
     Args:
@@ -308,7 +308,7 @@ def open_reader(
     if source.kind == "folder" and path.exists():
         folder = PublishedFolder(path)
         _check_digest(source, folder.digest)
-        reader: Reader = PublishedReader(folder, pieces_from_json(source.pieces))
+        reader: BlockReader = PublishedReader(folder, pieces_from_json(source.pieces))
     else:
         _check_digest(source, _digest_of(source))
         reader = StoredReader(open_share(path, part, parts, check_bytes=check_bytes))
@@ -334,7 +334,7 @@ def load_blocks(
 
     own = {name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()}
 
-    def check() -> "Reader":
+    def check() -> "BlockReader":
         reader = open_reader(
             source, part=mesh.rank, parts=mesh.layout.world_size, check_bytes=check_bytes
         )

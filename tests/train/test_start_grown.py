@@ -17,14 +17,17 @@ from trained import by_step, column, different, newest_state, run_training
 from world import run_ranks
 
 from moebius import start_from
+from moebius.distributed.checkpoint import grown as module
 from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.checkpoint.grown import GrownReader, takes_from_json
+from moebius.distributed.checkpoint.loading import read_chunk
 from moebius.distributed.checkpoint.pieces import cut
-from moebius.distributed.checkpoint.source import SOURCE, read_source
+from moebius.distributed.checkpoint.source import SOURCE, open_reader, read_source
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train import loop
-from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.errors import ConfigError
+from moebius.train.config.run_config import Config
 from moebius.train.families.table import FAMILY, pieces_of
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
@@ -117,13 +120,37 @@ def test_a_folder_grows_the_same_bits(
 ) -> None:
     folder, run_dir = tmp_path / "folder", tmp_path / "run"
     weights = published(folder)
-    own = ("own_text", "train.device=cpu", "data.seq_len=16", f"data.directory={data}")
+    own = (
+        "own_text",
+        "train.device=cpu",
+        "train.micro_batch=2",
+        "data.seq_len=16",
+        f"data.directory={data}",
+    )
     config = opened(folder, run_dir, *own, *on(mesh), grow="split=2 experts=x2")
     expected = grown_state(weights, run_dir)
     assert different(loaded(world, config, run_dir), expected) == []
     zeros = {name for name in expected if name.endswith("selection_bias")}
     assert zeros
     assert not any(expected[name].any() for name in zeros)
+
+
+def test_a_chunk_with_a_whole_bank_is_read_once(
+    trunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(
+        module, "read_chunk", lambda *given: read.append(given[2]) or read_chunk(*given)
+    )
+    start = start_from(trunk, grow="split=4 experts=x2 noise=0")
+    reader, name = open_reader(start.source), "model.group.0.feed_forward.sparse.experts.w_up"
+    shape = (64, 24, 4)
+    assert reader.shape(name) == shape
+    read.clear()
+    reader.read(name, (0, 0, 0), shape)
+    assert (
+        len(read) == 2 * 2
+    )  # each rank of the trunk has written a chunk; copies follow the originals
 
 
 # In the middle of a run ----------------------------------------------------------------------------
@@ -184,8 +211,9 @@ def test_a_branch_with_new_moments_begins_them_and_its_average(trunk: Path, tmp_
     found = loaded(2, config, tmp_path / "run")
     assert {name.partition(".")[0] for name in found} == {"model"}
     assert meta_of(tmp_path / "run")["progress"]["step"] == 4
-    run_ranks(run_training, 2, config, tmp_path / "run")
-    first = by_step(tmp_path / "run")[5]["loss"]
+    config = opened(f"{trunk}@4", tmp_path / "on", grow="split=2", moments="new")
+    run_ranks(run_training, 2, config, tmp_path / "on")
+    first = by_step(tmp_path / "on")[5]["loss"]
     assert first == pytest.approx(by_step(trunk)[5]["loss"], abs=1e-4)
     with pytest.raises(ConfigError, match=r"--moments keep: only a run that goes on, --from RUN@"):
         start_from(trunk, grow="split=2", moments="keep")
@@ -200,7 +228,7 @@ def test_measures_of_usefulness_choose_and_losses_are_said(trunk: Path) -> None:
         start = start_from(trunk, grow=f"experts=+4 by={by}")
         assert start.config.model.experts is not None
         assert start.config.model.experts.num_experts == 12
-        assert any(note.startswith("loss of 8 validation rows") for note in start.notes)
+        assert "validation rows: " in start.notes[-1]
     exact = start_from(trunk, grow="split=4")
     assert exact.notes == ("grows by split=4: the logits stay equal to 1e-5; E=32, K=12",)
 

@@ -92,9 +92,9 @@ def _number_of_copies(experts: ExpertsConfig, word: str) -> int:
 
 def _noise(experts: ExpertsConfig, words: Mapping[str, str]) -> float | None:
     """Returns the noise on the copies' rows, relative to the router's; None: they sleep."""
-    router = experts.router
-    can_sleep = isinstance(router, DeepSeekConfig) and router.scores == "sigmoid"
-    can_sleep = can_sleep and router.bias_rate > 0
+    router, can_sleep = experts.router, False
+    if isinstance(router, DeepSeekConfig):
+        can_sleep = router.scores == "sigmoid" and router.bias_rate > 0
     if "asleep" in words and "noise" in words:
         raise ConfigError("asleep and noise exclude each other: a copy that sleeps needs no noise")
     if "asleep" in words and not can_sleep:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...data_pipeline.words import run_and_step
 from ...distributed.checkpoint.atomic_directory import refuse_existing
 from ...distributed.checkpoint.format import find_checkpoint, read_meta
-from ...distributed.checkpoint.grown import Reader
+from ...distributed.checkpoint.grown import BlockReader
 from ...distributed.checkpoint.source import SOURCE_FILES, open_reader
 from ..config.errors import ConfigError
 from ..families.import_run import Imported, write_run
@@ -69,5 +69,5 @@ def grow_run(
     return write_run(out, config, state, notes, source, before=before)
 
 
-def _read_as(reader: Reader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _read_as(reader: BlockReader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return reader.read(f"model.{name}", (0,) * len(shape), shape).to(dtype)

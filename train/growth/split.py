@@ -44,6 +44,10 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     elif router.kind == "token_choice":
         down = float(parts)
     factors = {"w_down": down, "b_down": down / parts}
+    if (
+        getattr(router, "scores", "") == "softmax"
+    ):  # scores shrink, and what is added to them with them
+        factors["selection_bias"] = 1 / parts
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
     takes = tuple(
         take

@@ -10,6 +10,7 @@ An operator is a function of a model and its words; it knows no file, layout or 
 configuration and a table of regions (`Take`), which a run keeps in its source.json.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ...data_pipeline.words import some_of
-from ...distributed.checkpoint.grown import GrownReader, Reader, takes_to_json
+from ...distributed.checkpoint.grown import BlockReader, GrownReader, takes_to_json
 from ...distributed.checkpoint.source import GrownBy
 from ...model.config.model_config import ModelConfig
 from ...model.config.sections import plain_message
@@ -31,6 +32,8 @@ from .growth import Given, Growth, no_rows
 from .mixture import mixture
 from .split import split
 from .usefulness import loss_of
+
+_MOST_MEASURED = 2**30  # numbers of a model whose loss is measured before the ranks start
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Grown:
     notes: tuple[str, ...]
 
 
-def parse(words: Sequence[str]) -> list[tuple[str, Mapping[str, str]]]:
+def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """Returns the operators that words name, each with its words, in their order.
 
     Raises:
@@ -84,7 +87,7 @@ def parse(words: Sequence[str]) -> list[tuple[str, Mapping[str, str]]]:
 def grow(
     model: ModelConfig,
     words: Sequence[str],
-    reader: Reader,
+    reader: BlockReader,
     *,
     seed: int = 0,
     rows: Callable[[], Sequence[Rows]] = no_rows,
@@ -124,21 +127,23 @@ def grow(
 
 
 def _losses(
-    before: tuple[ModelConfig, Reader],
-    after: tuple[ModelConfig, Reader],
+    before: tuple[ModelConfig, BlockReader],
+    after: tuple[ModelConfig, BlockReader],
     rows: Callable[[], Sequence[Rows]],
 ) -> str:
     """Says the loss of a few validation rows before and after a growth that is not exact."""
     try:
+        if sum(map(math.prod, shapes_of(after[0]).values())) > _MOST_MEASURED:
+            raise ConfigError("the model is too large for this process")
         given = rows()
     except ValueError as error:
-        return f"the loss after it is that of the first evaluation ({error})"
+        return f"the first evaluation says the loss after it ({error})"
     found = [loss_of(model, _whole(model, reader), given) for model, reader in (before, after)]
     count = sum(some.num_rows for some in given)
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
 
 
-def _whole(model: ModelConfig, reader: Reader) -> Callable[[str], Tensor]:
+def _whole(model: ModelConfig, reader: BlockReader) -> Callable[[str], Tensor]:
     """Returns what reads a whole tensor by its name."""
 
     def read(name: str) -> Tensor:
