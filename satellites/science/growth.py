@@ -19,13 +19,14 @@ from rich.console import Console
 import moebius
 
 from .compare.file import CompareError, ComparisonFile, read_file
+from .compare.one_run import START
 from .compare.plan import PlannedRun, changed
 from .compare.results import RunResult, read_run
 from .compare.runner import locked, run_all
 from .compare.statistics import interval
 from .compare.tables import Table
 from .compare_command import Request, plan
-from .files import write_whole
+from .files import write_json
 from .loops.study import (
     COMPARISONS,
     INTERRUPTED,
@@ -128,20 +129,19 @@ class GrowthStudy:
         return file.model_copy(update={"arms": entries})
 
     def grown(self, case: str, seed: int) -> PlannedRun:
-        """Returns a run that grows out of its trunk; its source is in its folder."""
+        """Returns a run that grows out of its trunk, as its folder says."""
         trunk, words = CASES[case]
         (before,) = [run for run in self.trunks((seed,)).runs if run.arm == trunk]
         (drawn,) = [run for run in self.drawn((seed,)).runs if run.arm == case]
         steps, at = drawn.config.train.steps, half(before.config)
         lengths = {"train.steps": at + steps, "optim.decay_steps": round(_DECAY * steps)}
         changes = [f"{key}={value}" for key, value in lengths.items()]
-        start = moebius.start_from(f"{before.folder}@{at}", None, *changes, grow=list(words))
+        source, folder = f"{before.folder}@{at}", self.grown_folder(case, seed)
+        start = moebius.start_from(source, *changes, grow=words)
         if start.config.model != drawn.config.model:
             raise CompareError(f"{DRAWN.name}: the arm {case} is not the model that grows")
-        folder = self.grown_folder(case, seed)
-        if not (folder / "config.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / "source.json", start.source.as_text().encode())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / START, {"source": source, "overrides": changes, "grow": words})
         return PlannedRun(case, seed, start.config, folder)
 
     def grown_folder(self, case: str, seed: int) -> Path:
@@ -165,7 +165,7 @@ class GrowthStudy:
             config = changed(run.config, train={"steps": at + run.config.train.steps})
             if found := read_run(replace(run, folder=folder, config=config)):
                 grown.setdefault(run.arm, {})[run.seed] = found
-        labels = {arm.name: arm.label for arm in drawn.arms}
+        labels = {name: entry.label for name, entry in read_file(DRAWN).arms.items()}
         rows = [
             (labels[case], *_row(grown[case], before.get(trunk, {}), from_nothing.get(case, {})))
             for case, (trunk, _) in CASES.items()

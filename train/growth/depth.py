@@ -103,7 +103,7 @@ def _listed_layers(model: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
         changes["feed_forward.sparse_layers"] = sparse
         if not sparse:
             changes = {"feed_forward.kind": "dense"}
-    listed = getattr(model.attention, "window_layers", "all")
+    listed: Any = getattr(model.attention, "window_layers", "all")
     if listed != "all":
         windows = tuple(new for new, old in enumerate(layers) if old in listed)
         changes["attention.window_layers"] = windows or "all"

@@ -6,10 +6,16 @@ import pytest
 from compared import finish, write_lines
 
 import moebius
-from moebius.train.growth.growth import Given
-from moebius.train.growth.table import OPERATORS, parse
 from moebius_science.compare.plan import changed
 from moebius_science.growth import CASES, RATES, GrowthStudy, half, steps_for
+
+
+def grown(experts):
+    """Returns what the first word of a growth changes."""
+    twice = {"feed_forward.num_experts": 2 * experts.num_experts}
+    finer = {"feed_forward.d_expert": 8, "feed_forward.router.top_k": 2 * experts.router.top_k}
+    loops = {"loops.prelude": 1, "loops.coda": 1, "loops.inject": "linear", "num_layers": 6}
+    return {"split=2": twice | finer, "experts=x2": twice, "prelude=0:1": loops}
 
 
 def test_drawn_models_are_those_that_grow_and_cost_what_the_trunks_do(tmp_path):
@@ -18,10 +24,8 @@ def test_drawn_models_are_those_that_grow_and_cost_what_the_trunks_do(tmp_path):
     drawn = {arm.name: arm.config for arm in study.drawn_sweep()[RATES[0]].arms}
     assert drawn.keys() == CASES.keys()
     for case, (trunk, words) in CASES.items():
-        [(operator, own)] = parse(words)
-        weights = moebius.build(trunks[trunk]).state_dict()
-        given = Given(0, weights.__getitem__)
-        assert OPERATORS[operator].grow(trunks[trunk].model, own, given).model == drawn[case].model
+        model = trunks[trunk].model
+        assert model.changed(grown(model.feed_forward)[words[0]]) == drawn[case].model
         budget = moebius.size_of(trunks[trunk]).training_flops / 2
         assert moebius.size_of(drawn[case]).training_flops == pytest.approx(budget, rel=2e-3)
         assert steps_for(drawn[case], trunks[trunk]) == drawn[case].train.steps
