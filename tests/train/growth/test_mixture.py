@@ -11,7 +11,6 @@ from published_case import arrays_of, folder_of
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
-from moebius.train.config.errors import ConfigError
 from moebius.train.families.table import family_of, open_family, shapes_of
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
@@ -169,23 +168,3 @@ def test_loops_of_a_dense_model_become_a_mixture() -> None:
     assert growth.model.loops == looped.model.loops
     one = growth.model.with_loops(1)
     near(logits_of(one, after), logits_of(LLAMA, state))
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("8", "write mixture=E/G"),
-        ("0/4", "write mixture=E/G"),
-        ("8/3", "choose G = 1, 2, 4 or 8"),
-        ("9/4", "choose G = 1 or 3"),
-        ("8/4 top=6", "choose top=4 or 8"),
-        ("8/1 top=1", "choose top=2, 3, 4, 5, 6, 7 or 8"),
-        ("1/1", "choose more experts, for example mixture=8/1"),
-        ("8/4 drop=1.5", "above 0 and below 1"),
-        ("8/4 drop=0.01", "each expert's 6 hidden units"),
-        ("8/4 exact drop=0.5", "excludes exact"),
-    ],
-)
-def test_a_mixture_that_does_not_fit_is_refused(text: str, answer: str) -> None:
-    with pytest.raises(ConfigError, match=answer):
-        mixture_of(LLAMA, {}, text)
