@@ -1,13 +1,18 @@
 """Dense models become mixtures with the same logits, or with some hidden units redrawn."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from grown_case import TOKENS, drawn, given, grown, logits_of, near
+from hf_case import make_run, model_of
 from published_case import arrays_of, folder_of
+from starts import LAYOUTS, loaded, on
+from trained import different
 
+from moebius import start_from
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
@@ -15,6 +20,7 @@ from moebius.train.families.table import family_of, open_family, shapes_of
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
 from moebius.train.growth.mixture import mixture
+from moebius.train.record.run_folder import open_run
 
 LLAMA = ModelConfig.from_dotted(
     {
@@ -168,3 +174,21 @@ def test_loops_of_a_dense_model_become_a_mixture() -> None:
     assert growth.model.loops == looped.model.loops
     one = growth.model.with_loops(1)
     near(logits_of(one, after), logits_of(LLAMA, state))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("world", "mesh"), LAYOUTS, ids=str)
+def test_every_layout_makes_the_same_mixture_with_loops(
+    world: int, mesh: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    model, run_dir = model_of("dense"), tmp_path / "run"
+    trunk = make_run(tmp_path / "trunk", model, data=str(data))
+    words = "prelude=0:1 core=1:2 coda=3:4 loops=2 mixture=8/4 drop=.4"
+    start = start_from(trunk, *on({"ep": 1} | mesh), "train.micro_batch=4", grow=words)
+    open_run(start.config, run_dir, start.source)
+    found = loaded(world, start.config, run_dir)
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    looped = depth(model.config, words_of(words[: words.index(" mixture")]), given(state))
+    between = grown(state, looped)
+    wanted = grown(between, mixture_of(looped.model, between, "8/4 drop=.4"))
+    assert different(found, {f"model.{name}": value for name, value in wanted.items()}) == []
