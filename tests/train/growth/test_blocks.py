@@ -1,0 +1,52 @@
+"""Any block of a grown tensor is that of the whole, whatever its regions copy, turn, draw and add."""
+
+from itertools import product
+
+import pytest
+import torch
+from grown_case import InMemory
+
+from moebius.distributed.checkpoint.format import CheckpointError
+from moebius.distributed.checkpoint.grown import (
+    GrownReader,
+    Take,
+    takes_from_json,
+    takes_to_json,
+)
+
+TAKES = (
+    Take("bank", (0, 0, 0), (1, 4, 6), "dense", (6, 0), (2, 1), factor=2.0),
+    Take("bank", (1, 0, 0), (1, 2, 6), std=0.5, seed=3),
+    Take("bank", (1, 2, 0), (1, 2, 6), "old", (1, 0, 0), (0, 1, 2), plus=1.0),
+    Take("bank", (2, 0, 0), (1, 4, 6), eye=1.0),
+)
+STATE = {"dense": torch.arange(48.0).view(12, 4), "old": torch.arange(24.0).view(2, 2, 6)}
+
+
+def test_any_block_is_that_of_the_whole() -> None:
+    reader = GrownReader(InMemory(STATE), takes_from_json(takes_to_json(TAKES)))
+    whole = reader.read("model.bank", (0, 0, 0), (3, 4, 6))
+    assert torch.equal(whole[0], 2 * STATE["dense"][6:].T)
+    assert torch.equal(whole[1, 2:], STATE["old"][1] + 1)
+    assert torch.equal(whole[2], torch.eye(4, 6))
+    assert 0.1 < whole[1, :2].std() < 1
+    for offsets in product(range(3), range(4), range(6)):
+        rest = (3 - offsets[0], 4 - offsets[1], 6 - offsets[2])
+        for sizes in {rest, (1, 1, 1), (1, *rest[1:]), (*rest[:2], 1)}:
+            ends = [at + size for at, size in zip(offsets, sizes, strict=True)]
+            block = whole[tuple(map(slice, offsets, ends))]
+            assert torch.equal(reader.read("model.bank", offsets, sizes), block)
+
+
+@pytest.mark.parametrize(
+    ("takes", "answer"),
+    [
+        (TAKES[:2] + TAKES[3:], "bank: rows 1 of 3"),
+        (TAKES + TAKES[:1], "more than once"),
+        ((Take("bank", (0, 0), (4, 8), "dense", (5, 0), (1, 0)),), "up to \\[13, 4\\], of \\[12"),
+        ((Take("bank", (0,), (4,), "none", (0,), (0,)),), "of no such tensor"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(takes: tuple[Take, ...], answer: str) -> None:
+    with pytest.raises(CheckpointError, match=answer):
+        GrownReader(InMemory(STATE), takes)
