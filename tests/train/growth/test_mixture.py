@@ -20,6 +20,7 @@ from moebius.train.families.table import family_of, open_family, shapes_of
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
 from moebius.train.growth.mixture import mixture
+from moebius.train.growth.table import OPERATORS, parse
 from moebius.train.record.run_folder import open_run
 
 LLAMA = ModelConfig.from_dotted(
@@ -163,17 +164,22 @@ def test_a_mixture_is_drawn_from_the_seed() -> None:
     assert takes[0] == takes[1] != takes[2]
 
 
-def test_loops_of_a_dense_model_become_a_mixture() -> None:
-    state = drawn(LLAMA, torch.float64)
-    words = {"prelude": "0:1", "core": "1:2", "coda": "2:3", "loops": "2"}
-    looped = depth(LLAMA, words, given(state))
-    between = grown(state, looped)
-    growth = mixture_of(looped.model, between, "8/4")
-    after = grown(between, growth)
-    near(logits_of(growth.model, after), logits_of(looped.model, between))
-    assert growth.model.loops == looped.model.loops
-    one = growth.model.with_loops(1)
-    near(logits_of(one, after), logits_of(LLAMA, state))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mixture=8/2 split=2",
+        "mixture=8/4 core=0:3 loops=1",
+        "prelude=0:1 core=1:3 loops=1 mixture=4/2 split=3",
+    ],
+)
+def test_operators_that_follow_each_other_keep_the_logits(words: str, dtype: torch.dtype) -> None:
+    model, state = LLAMA, drawn(LLAMA, dtype)
+    wanted = logits_of(model, state)
+    for name, own in parse(words.split()):
+        growth = OPERATORS[name].grow(model, own, given(state))
+        model, state = growth.model, grown(state, growth)
+    near(logits_of(model, state), wanted)
 
 
 @pytest.mark.quick(1)
