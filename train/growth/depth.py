@@ -20,7 +20,6 @@ from ..config.errors import ConfigError
 from ..families.table import shapes_of
 from .growth import Given, Growth
 
-_PARTS = ("prelude", "core", "coda")
 _ADAPTER = "loops.injection.adapter.weight"
 
 
@@ -29,32 +28,25 @@ def depth(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
 
     Args:
         model: applies every layer once.
-        words: `prelude`, `core` and `coda`, ranges a:b of layers, and `loops`, R; only prelude and
-            coda can be missing.
+        words: `prelude`, `core` and `coda`, ranges a:b of layers, and `loops`, R; prelude and coda
+            can be missing.
         given: is not read.
 
     Raises:
         ConfigError: the model has loops already, or the ranges do not fit it or each other.
     """
-    without_ends = model.loops.model_copy(update={"prelude": 0, "coda": 0})
-    if model.num_repeats > 1 or model.halting or not without_ends.is_plain:
+    if model.num_repeats > 1 or model.halting or not model.loops.is_plain:
         raise ConfigError(
             f"the model has loops already, R = {model.num_repeats}; set model.num_layers for others"
         )
     if not re.fullmatch(r"[1-9]\d{0,3}", words.get("loops", "")):
         raise ConfigError("say how often the core runs, for example loops=4")
-    parts = [_range(name, words, model.num_layers) for name in _PARTS]
-    _check_order(parts, model.num_layers)
+    parts, loops = _parts(words, model.num_layers), int(words["loops"])
+    layers = [layer for part in parts for layer in part]
     prelude, core, coda = map(len, parts)
-    layers, loops = [layer for part in parts for layer in part], int(words["loops"])
-    changes: dict[str, Any] = {
-        "num_layers": prelude + loops * core + coda,
-        "layers_per_group": len(layers),
-        "order": "abab",
-        "loops.prelude": prelude,
-        "loops.coda": coda,
-        "loops.inject": "linear",
-    }
+    changes: dict[str, Any] = {"loops.prelude": prelude, "loops.coda": coda, "order": "abab"}
+    changes |= {"layers_per_group": len(layers), "num_layers": prelude + loops * core + coda}
+    changes["loops.inject"] = "linear"
     grown = model.changed(changes | _listed_layers(model, layers))
     lost = sorted({*range(model.num_layers)} - {*layers})
     return Growth(
@@ -66,33 +58,30 @@ def depth(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     )
 
 
-def _range(name: str, words: Mapping[str, str], num_layers: int) -> range:
-    """Returns the layers of a part; only the core must have some."""
-    if name not in words and name != "core":
-        return range(0)
-    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", words.get(name, ""))
-    found = range(*map(int, match.groups())) if match else range(0)
-    if not found or found.stop > num_layers:
-        raise ConfigError(
-            f"{name} is a range of the model's {num_layers} layers, counted from 0 and without its end, "
-            f"for example {name}=0:{num_layers}"
-        )
-    return found
-
-
-def _check_order(parts: Sequence[range], num_layers: int) -> None:
-    """Refuses layers that are in two parts, and ends of the model that are in none."""
+def _parts(words: Mapping[str, str], num_layers: int) -> list[range]:
+    """Returns the layers of prelude, core and coda; only layers between them are in none."""
+    parts = [range(0)] * 3
+    for place, name in enumerate(("prelude", "core", "coda")):
+        match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", words.get(name, ""))
+        parts[place] = range(*map(int, match.groups())) if match else range(0)
+        if (name in words and not parts[place]) or parts[place].stop > num_layers:
+            raise ConfigError(
+                f"{name} is a range of the model's {num_layers} layers, counted from 0 and without "
+                f"its end, for example {name}=0:{num_layers}"
+            )
     named = [part for part in parts if part]
     if any(part.stop > after.start for part, after in pairwise(named)):
         raise ConfigError(
             "prelude, core and coda share layers or are out of order; each begins where the one "
             "before it ends, or after layers that are left out"
         )
-    if named[0].start or named[-1].stop < num_layers:
+    first, last = named[0].start, named[-1].stop - 1
+    if (first, last) != (0, num_layers - 1):
         raise ConfigError(
-            f"the parts begin with layer {named[0].start} and end with layer {named[-1].stop - 1}: "
-            f"layers 0 and {num_layers - 1} stay, and only layers between the parts can be left out"
+            f"the parts begin with layer {first} and end with layer {last}: layers 0 and "
+            f"{num_layers - 1} stay, and only layers between the parts can be left out"
         )
+    return parts
 
 
 def _listed_layers(model: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
@@ -100,28 +89,24 @@ def _listed_layers(model: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if model.experts is not None and model.experts.sparse_layers != "all":
         sparse = tuple(new for new, old in enumerate(layers) if model.has_experts(old))
-        changes["feed_forward.sparse_layers"] = sparse
-        if not sparse:
-            changes = {"feed_forward.kind": "dense"}
+        changes = (
+            {"feed_forward.sparse_layers": sparse} if sparse else {"feed_forward.kind": "dense"}
+        )
     listed: Any = getattr(model.attention, "window_layers", "all")
     if listed != "all":
         windows = tuple(new for new, old in enumerate(layers) if old in listed)
-        changes["attention.window_layers"] = windows or "all"
-        if not windows:
-            changes["attention.window"] = None
+        changes |= {"attention.window_layers": windows or "all"}
+        changes |= {} if windows else {"attention.window": None}
     return changes
 
 
 def _takes(model: ModelConfig, grown: ModelConfig, layers: Sequence[int]) -> Iterator[Take]:
     """Yields the layers that have other numbers now, and the matrix [I | 0]."""
-    before = shapes_of(model)
     for name, shape in shapes_of(grown).items():
-        if not (match := re.match(r"group\.(\d+)\.", name)):
-            continue
-        source = f"group.{layers[int(match[1])]}.{name[match.end() :]}"
-        if source != name:
+        if match := re.match(r"group\.(\d+)\.", name):
+            source = f"group.{layers[int(match[1])]}.{name[match.end() :]}"
             start = (0,) * len(shape)
-            yield Take(name, start, before[source], source, start, tuple(range(len(shape))))
+            yield Take(name, start, shape, source, start, tuple(range(len(shape))))
     width = model.d_model
     yield Take(_ADAPTER, (0, 0), (width, width), eye=1.0)
     yield Take(_ADAPTER, (0, width), (width, width))

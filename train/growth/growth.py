@@ -12,6 +12,7 @@ from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
 
+_HIDDEN = {"w_up": 2, "b_up": 1, "w_down": 1}  # the dim of hidden units in a bank
 _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each expert, and no more
 
 
@@ -64,3 +65,38 @@ def expert_tensors(model: ModelConfig) -> Iterator[tuple[int, str, str, tuple[in
         path, _, last = name.rpartition(".")
         if path.endswith((".feed_forward.router", ".feed_forward.sparse.experts")):
             yield int(name.split(".")[1]), name, last, shape
+
+
+def part_takes(
+    grown: tuple[str, Sequence[int]],
+    place: int,
+    source: tuple[str, Sequence[int]],
+    *,
+    expert: int = 0,
+    part: int,
+    parts: int,
+    d_expert: int,
+    factor: float = 1.0,
+) -> Iterator[Take]:
+    """Yields what one grown expert copies: a part of an expert's or of a dense layer's hidden units.
+
+    Args:
+        grown: name and shape of the bank's tensor.
+        place: the grown expert.
+        source: name of the tensor before, and the bank's dim of each of its dims.
+        expert: of the source, if it is a bank.
+        part: which of `parts` parts; a tensor without hidden units is copied whole.
+        parts: how many the hidden units are cut into.
+        d_expert: hidden width of a grown expert.
+        factor: of what is copied.
+    """
+    (name, shape), axes = grown, tuple(source[1])
+    cut = _HIDDEN.get(name.rpartition(".")[2])
+    for half in range(1 if cut is None else shape[cut] // d_expert):  # gate and content
+        start, sizes, at = [0] * len(shape), [1, *shape[1:]], [0] * len(shape)
+        start[0], at[0] = place, expert
+        if cut is not None:
+            start[cut], sizes[cut] = half * d_expert, d_expert
+            at[cut] = (half * parts + part) * d_expert
+        copied = source[0], tuple(at[axis] for axis in axes), axes
+        yield Take(name, tuple(start), tuple(sizes), *copied, factor)

@@ -8,41 +8,35 @@ copies:
     w_down    times G, so Σ_c g_c·G·FFN(x) = FFN(x), for any activation and any draw of the router
 
 The parts of a copy separate by their own gradients. `drop=r` redraws the share r of each expert's
-hidden units from the mean and the deviation of the layer's weights (Drop-Upcycling, arXiv
+hidden units from the mean and the deviation of what they replace (Drop-Upcycling, arXiv
 2502.19261): copies then differ from the start, and the function changes. Published is a random set
 of units for each expert; here it is a window that moves from copy to copy. Units have no order, and
 so each unit of the dense model survives in equally many copies.
-
-Legend: E experts, K of them for a token, F hidden units of the feed-forward, F/G of an expert.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...distributed.checkpoint.format import blake2b
 from ...distributed.checkpoint.grown import Take
-from ...kernels.reference import columns_of
+from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ..config.errors import ConfigError
 from ..families.table import shapes_of
-from .growth import Given, Growth
+from .growth import Given, Growth, expert_tensors, part_takes
 
 _ROUTER_STD = 0.02  # where the model's initialisation has no number of its own
-_NUMBER = re.compile(r"[1-9]\d{0,5}")
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Holds the numbers of a mixture, which fit the model and each other."""
-
-    num_experts: int
-    parts: int  # G
-    top_k: int
-    d_expert: int
-    redrawn: int  # hidden units of an expert; 0: the function is kept
+_SOURCES = {  # of a bank's tensors: those of a dense layer, and the bank's dims of theirs
+    "w_up": ("up.weight", (2, 1)),
+    "b_up": ("up.bias", (1,)),
+    "w_down": ("down.weight", (2, 1)),
+    "b_down": ("down.bias", (1,)),
+}
 
 
 def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
@@ -57,68 +51,57 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     Raises:
         ConfigError: the model has experts, or the numbers do not fit it or each other.
     """
-    sizes = _sizes_of(model, words)
-    values = {"num_experts": sizes.num_experts, "d_expert": sizes.d_expert, "kind": "experts"}
-    values |= {"router.kind": "token_choice", "router.top_k": sizes.top_k}
-    values |= {"router.renormalise": True, "expert_bias": model.feed_forward.dense_bias}
+    num_experts, parts = _sizes(model, words["mixture"])
+    d_expert = model.feed_forward.d_feed_forward // parts
+    redrawn, top = _redrawn(words, d_expert), words.get("top", str(2 if parts == 1 else parts))
+    if not top.isdecimal() or int(top) % parts:
+        raise ConfigError(
+            f"a token takes whole copies of {parts} experts: top={parts} or a multiple"
+        )
+    router = {"kind": "token_choice", "top_k": int(top), "renormalise": True}
+    values = {"kind": "experts", "num_experts": num_experts, "d_expert": d_expert}
+    values |= {f"router.{key}": value for key, value in router.items()}
+    values["expert_bias"] = model.feed_forward.dense_bias
     grown = model.changed({f"feed_forward.{key}": value for key, value in values.items()})
-    layers = range(model.layers_per_group)
-    takes = [take for layer in layers for take in _layer_takes(model, sizes, given, layer)]
-    redrawn = f"{sizes.redrawn} of each expert's {sizes.d_expert} hidden units are redrawn"
-    used = sizes.top_k // sizes.parts
-    cost = "the dense model's FLOPs" if used == 1 else f"{used} times the dense model's FLOPs"
-    note = f"{sizes.num_experts} experts of {sizes.d_expert} hidden units, {sizes.top_k} for a token: {cost}"
+    promise = f"{redrawn} of each expert's {d_expert} hidden units are redrawn; the loss may change"
+    note = f"{num_experts} experts of {d_expert} hidden units, {top} for a token"
     return Growth(
         grown,
-        (*takes, *_new_norms(model, grown)),
-        f"{redrawn}; the loss may change" if sizes.redrawn else "the logits stay equal to 1e-5",
-        is_exact=not sizes.redrawn,
-        notes=(note,),
+        (*_takes(grown, parts, redrawn, given), *_new_norms(model, grown)),
+        promise if redrawn else "the logits stay equal to 1e-5",
+        is_exact=not redrawn,
+        notes=(f"{note}: {int(top) // parts} × the dense model's FLOPs",),
     )
 
 
-def _sizes_of(model: ModelConfig, words: Mapping[str, str]) -> _Sizes:
-    given = words.get("mixture", "")
-    numbers = given.split("/")
-    if len(numbers) != 2 or not all(map(_NUMBER.fullmatch, numbers)):
+def _sizes(model: ModelConfig, given: str) -> tuple[int, int]:
+    """Returns E and G."""
+    match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", given)
+    if match is None:
         raise ConfigError(
-            "write mixture=E/G, E experts that are copies of feed-forwards cut "
-            "into G parts, for example mixture=8/4"
+            "write mixture=E/G, E experts that are copies of feed-forwards cut into G parts, for "
+            "example mixture=8/4"
         )
     if model.experts is not None:
         raise ConfigError(
             "the model's feed-forwards have experts already; split=2 makes them finer, and experts=x2 "
             "makes more of them"
         )
-    num_experts, parts = map(int, numbers)
+    num_experts, parts = map(int, match.groups())
     width = model.feed_forward.d_feed_forward
     if width % parts or num_experts % parts:
         most = min(width, num_experts)
-        fitting = [n for n in range(1, most + 1) if width % n == num_experts % n == 0]
+        fitting = [str(n) for n in range(1, most + 1) if width % n == num_experts % n == 0]
         raise ConfigError(
-            f"G must divide the {num_experts} experts and the {width} hidden units "
-            f"of a feed-forward; choose G = {_any(fitting)}"
+            f"G must divide the {num_experts} experts and the {width} hidden units of a feed-forward, "
+            f"as {', '.join(fitting[:8])} would"
         )
-    top_k, d_expert = _top_k(words, num_experts, parts), width // parts
-    return _Sizes(num_experts, parts, top_k, d_expert, _redrawn(words, d_expert))
-
-
-def _top_k(words: Mapping[str, str], num_experts: int, parts: int) -> int:
-    """Returns K. One expert alone would have the gate weight 1, which teaches the router nothing."""
-    given = words.get("top", str(2 if parts == 1 else parts))
-    fitting = [n for n in range(parts, num_experts + 1, parts) if n > 1]
-    if not _NUMBER.fullmatch(given) or int(given) not in fitting:
-        advice = f"top={_any(fitting)}" if fitting else "more experts, for example mixture=8/1"
-        raise ConfigError(
-            f"a token takes whole copies of {parts} experts, at least two experts and at most "
-            f"{num_experts}; choose {advice}"
-        )
-    return int(given)
+    return num_experts, parts
 
 
 def _redrawn(words: Mapping[str, str], d_expert: int) -> int:
-    given = words.get("drop")
-    if given is None:
+    """Returns how many hidden units of an expert are redrawn; 0: the function is kept."""
+    if (given := words.get("drop")) is None:
         return 0
     redrawn = round(float(given) * d_expert) if re.fullmatch(r"0?\.\d+", given) else 0
     if "exact" in words or not 0 < redrawn < d_expert:
@@ -129,88 +112,54 @@ def _redrawn(words: Mapping[str, str], d_expert: int) -> int:
     return redrawn
 
 
-def _any(numbers: list[int]) -> str:
-    *first, last = map(str, numbers[:8])
-    return f"{', '.join(first)} or {last}" if first else last
+def _takes(grown: ModelConfig, parts: int, redrawn: int, given: Given) -> Iterator[Take]:
+    """Yields what routers draw and experts copy; a token's gates sum to 1, so b_down stays whole."""
+    experts, std = grown.experts, getattr(grown.initialisation, "std", _ROUTER_STD)
+    assert experts is not None
+    width, places = experts.d_expert, range(experts.num_experts)
+    for _, name, last, shape in expert_tensors(grown):
+        if last == "weight":  # a router's, whose rows are equal in a copy
+            for place in places:
+                seed = _seed(given, place // parts)
+                yield Take(name, (place, 0), (1, shape[1]), std=std, seed=seed)
+            continue
+        source, axes = _SOURCES[last]
+        copied = f"{name.partition('.sparse.')[0]}.{source}", axes
+        weight = given.tensor(copied[0]) if redrawn and last in ("w_up", "w_down") else None
+        cut: dict[str, Any] = {
+            "parts": parts,
+            "d_expert": width,
+            "factor": parts if last == "w_down" else 1.0,
+        }
+        for place in places:
+            first = place // parts * width * parts // experts.num_experts  # of the copy's window
+            for take in part_takes((name, shape), place, copied, part=place % parts, **cut):
+                if weight is None:
+                    yield take
+                else:
+                    yield from _dropped(take, weight, range(first, first + redrawn), given)
 
 
-# Takes --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """Locates one of a feed-forward's matrices, as a block of a dense weight and of a bank."""
-
-    name: str  # of the bank
-    source: str
-    dim: int  # of the bank that counts hidden units; in the dense weight it is 2 - dim
-    first: int  # hidden unit in the bank
-    source_first: int
-    factor: float
-    mean: float = 0.0  # of its weights, if some are redrawn, and their deviation
-    std: float = 0.0
-
-    def take(
-        self, expert: int, units: range, part_first: int, width: int, seed: int | None
-    ) -> Take:
-        """Returns hidden units of an expert: a copy, or with a seed redrawn."""
-        start, sizes, at = [expert, 0, 0], [1, width, width], [0, 0]
-        start[self.dim], sizes[self.dim] = self.first + units.start, len(units)
-        region = self.name, tuple(start), tuple(sizes)
-        if seed is not None:
-            mean, std = self.factor * self.mean, self.factor * self.std
-            return Take(*region, plus=mean, std=std, seed=seed)
-        at[2 - self.dim] = self.source_first + part_first + units.start
-        return Take(*region, self.source, tuple(at), axes=(2, 1), factor=self.factor)
-
-
-def _layer_takes(model: ModelConfig, sizes: _Sizes, given: Given, layer: int) -> Iterator[Take]:
-    """Yields the router and the experts of one layer."""
-    path, width = f"group.{layer}.feed_forward.", model.d_model
-    std = getattr(model.initialisation, "std", _ROUTER_STD)
-    matrices = _matrices(model, sizes, given, path)
-    for expert in range(sizes.num_experts):
-        copy, part = divmod(expert, sizes.parts)
-        first, row = part * sizes.d_expert, _seed(given, copy)  # a copy's rows are equal
-        yield Take(f"{path}router.weight", (expert, 0), (1, width), std=std, seed=row)
-        for units, is_redrawn in _runs(sizes, copy):
-            for number, matrix in enumerate(matrices):
-                seed = _seed(given, expert, units.start, number) if is_redrawn else None
-                yield matrix.take(expert, units, first, width, seed)
-        if model.feed_forward.dense_bias:
-            bank, size = f"{path}sparse.experts.", (1, sizes.d_expert)
-            for up in matrices[:-1]:
-                start, at = (expert, up.first), (up.source_first + first,)
-                yield Take(f"{bank}b_up", start, size, f"{path}up.bias", at, (1,))
-            # a token's gates sum to 1, so every expert has the whole output bias
-            yield Take(f"{bank}b_down", (expert, 0), (1, width), f"{path}down.bias", (0,), (1,))
-
-
-def _matrices(model: ModelConfig, sizes: _Sizes, given: Given, path: str) -> list[_Matrix]:
-    """Returns gate and content, or only the latter, and last the output's."""
-    width, bank = model.feed_forward.d_feed_forward, f"{path}sparse.experts."
-    up, down = f"{path}up.weight", f"{path}down.weight"
-    found = [
-        _Matrix(f"{bank}w_up", up, 2, half * sizes.d_expert, half * width, 1.0)
-        for half in range(columns_of(1, model.feed_forward.activation))
-    ]
-    found.append(_Matrix(f"{bank}w_down", down, 1, 0, 0, float(sizes.parts)))
-    for number, each in enumerate(found if sizes.redrawn else ()):
-        weight = given.tensor(each.source).narrow(2 - each.dim, each.source_first, width)
-        std, mean = torch.std_mean(weight.double())
-        found[number] = replace(each, mean=mean.item(), std=std.item())
-    return found
-
-
-def _runs(sizes: _Sizes, copy: int) -> Iterator[tuple[range, bool]]:
-    """Yields runs of the hidden units of a copy's experts, and whether they are redrawn."""
-    width = sizes.d_expert
-    first = copy * width // (sizes.num_experts // sizes.parts)
-    end = first + sizes.redrawn
-    around = max(0, end - width)  # the window goes on at the start
-    ends = (range(around), True), (range(around, first), False)
-    ends += (range(first, min(end, width)), True), (range(end, width), False)
-    yield from ((units, is_redrawn) for units, is_redrawn in ends if units)
+def _dropped(take: Take, weight: Tensor, window: range, given: Given) -> Iterator[Take]:
+    """Yields a take in runs of hidden units, of which those in the window are redrawn."""
+    cut = 2 if take.name.endswith("w_up") else 1
+    width = take.sizes[cut]
+    around = max(0, window.stop - width)  # the window goes on at the start
+    kept = (around, window.start, False), (window.stop, width, False)
+    drawn = (0, around, True), (window.start, min(window.stop, width), True)
+    for first, end, is_redrawn in (*kept, *drawn):
+        if first >= end:
+            continue
+        start, sizes, at = list(take.start), list(take.sizes), list(take.at)
+        start[cut], sizes[cut] = start[cut] + first, end - first
+        at[take.axes.index(cut)] += first
+        run = replace(take, start=tuple(start), sizes=tuple(sizes), at=tuple(at))
+        if is_redrawn:
+            std, mean = torch.std_mean(block_of(weight, run.at, run.piece.counts).double())
+            plus, spread = take.factor * mean.item(), take.factor * std.item()
+            seed = _seed(given, *start)
+            run = Take(run.name, run.start, run.sizes, plus=plus, std=spread, seed=seed)
+        yield run
 
 
 def _seed(given: Given, *place: int) -> int:

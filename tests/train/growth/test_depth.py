@@ -8,7 +8,6 @@ from grown_case import State, drawn, given, grown, logits_of, near
 from published_case import arrays_of, folder_of
 
 from moebius.model.config.model_config import ModelConfig
-from moebius.train.config.errors import ConfigError
 from moebius.train.families.table import open_family, shapes_of
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
@@ -137,36 +136,3 @@ def test_layers_and_their_lists_are_renumbered() -> None:
     assert getattr(none.attention, "window", None) is None
     only = depth_of(MIXTURE.changed(MODELS["first layers dense"]), "core=0:1 coda=5:6 loops=2")
     assert only.model.sparse_members == (1,)
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("core=0:6", "for example loops=4"),
-        ("core=0:6 loops=0", "for example loops=4"),
-        ("loops=2", "core is a range of the model's 6 layers"),
-        ("core=2:2 loops=2", "core is a range"),
-        ("core=4:7 loops=2", "core is a range"),
-        ("prelude=0:3 core=2:6 loops=2", "share layers or are out of order"),
-        ("prelude=3:6 core=0:3 loops=2", "share layers or are out of order"),
-        ("prelude=0:2 core=2:4 loops=2", "begin with layer 0 and end with layer 3: layers 0 and 5"),
-        ("core=1:6 loops=2", "begin with layer 1 and end with layer 5"),
-    ],
-)
-def test_layers_that_make_no_loops_are_refused(text: str, answer: str) -> None:
-    with pytest.raises(ConfigError, match=answer):
-        depth_of(MIXTURE, text)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_layers": 12},
-        {"loops.inject": "linear"},
-        {"loops.condition": "embedding"},
-        {"loops.residual_scale": 1.0},
-    ],
-)
-def test_a_model_with_loops_gets_no_others(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="has loops already"):
-        depth_of(MIXTURE.changed(changes), "core=0:6 loops=2")

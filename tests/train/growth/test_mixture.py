@@ -1,21 +1,27 @@
 """Dense models become mixtures with the same logits, or with some hidden units redrawn."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from grown_case import TOKENS, drawn, given, grown, logits_of, near
+from hf_case import make_run, model_of
 from published_case import arrays_of, folder_of
+from starts import LAYOUTS, loaded, on
+from trained import different
 
+from moebius import start_from
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
-from moebius.train.config.errors import ConfigError
 from moebius.train.families.table import family_of, open_family, shapes_of
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
 from moebius.train.growth.mixture import mixture
+from moebius.train.growth.table import OPERATORS, parse
+from moebius.train.record.run_folder import open_run
 
 LLAMA = ModelConfig.from_dotted(
     {
@@ -158,34 +164,37 @@ def test_a_mixture_is_drawn_from_the_seed() -> None:
     assert takes[0] == takes[1] != takes[2]
 
 
-def test_loops_of_a_dense_model_become_a_mixture() -> None:
-    state = drawn(LLAMA, torch.float64)
-    words = {"prelude": "0:1", "core": "1:2", "coda": "2:3", "loops": "2"}
-    looped = depth(LLAMA, words, given(state))
-    between = grown(state, looped)
-    growth = mixture_of(looped.model, between, "8/4")
-    after = grown(between, growth)
-    near(logits_of(growth.model, after), logits_of(looped.model, between))
-    assert growth.model.loops == looped.model.loops
-    one = growth.model.with_loops(1)
-    near(logits_of(one, after), logits_of(LLAMA, state))
-
-
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    "words",
     [
-        ("8", "write mixture=E/G"),
-        ("0/4", "write mixture=E/G"),
-        ("8/3", "choose G = 1, 2, 4 or 8"),
-        ("9/4", "choose G = 1 or 3"),
-        ("8/4 top=6", "choose top=4 or 8"),
-        ("8/1 top=1", "choose top=2, 3, 4, 5, 6, 7 or 8"),
-        ("1/1", "choose more experts, for example mixture=8/1"),
-        ("8/4 drop=1.5", "above 0 and below 1"),
-        ("8/4 drop=0.01", "each expert's 6 hidden units"),
-        ("8/4 exact drop=0.5", "excludes exact"),
+        "mixture=8/2 split=2",
+        "mixture=8/4 core=0:3 loops=1",
+        "prelude=0:1 core=1:3 loops=1 mixture=4/2 split=3",
     ],
 )
-def test_a_mixture_that_does_not_fit_is_refused(text: str, answer: str) -> None:
-    with pytest.raises(ConfigError, match=answer):
-        mixture_of(LLAMA, {}, text)
+def test_operators_that_follow_each_other_keep_the_logits(words: str, dtype: torch.dtype) -> None:
+    model, state = LLAMA, drawn(LLAMA, dtype)
+    wanted = logits_of(model, state)
+    for name, own in parse(words.split()):
+        growth = OPERATORS[name].grow(model, own, given(state))
+        model, state = growth.model, grown(state, growth)
+    near(logits_of(model, state), wanted)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("world", "mesh"), LAYOUTS, ids=str)
+def test_every_layout_makes_the_same_mixture_with_loops(
+    world: int, mesh: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    model, run_dir = model_of("dense"), tmp_path / "run"
+    trunk = make_run(tmp_path / "trunk", model, data=str(data))
+    words = "prelude=0:1 core=1:2 coda=3:4 loops=2 mixture=8/4 drop=.4"
+    start = start_from(trunk, *on({"ep": 1} | mesh), "train.micro_batch=4", grow=words)
+    open_run(start.config, run_dir, start.source)
+    found = loaded(world, start.config, run_dir)
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    looped = depth(model.config, words_of(words[: words.index(" mixture")]), given(state))
+    between = grown(state, looped)
+    wanted = grown(between, mixture_of(looped.model, between, "8/4 drop=.4"))
+    assert different(found, {f"model.{name}": value for name, value in wanted.items()}) == []
