@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebius.distributed.checkpoint.grown import GrownReader
+from moebius.distributed.checkpoint.grown import BlockReader, GrownReader
 from moebius.distributed.local_shard import block_of
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
@@ -46,17 +46,23 @@ class InMemory:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self.state[name].shape) if name in self.state else None
 
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        return block_of(self.state[name], offsets, sizes)
+    def fill(self, block: Tensor, name: str, offsets: Sequence[int]) -> None:
+        block.copy_(block_of(self.state[name], offsets, block.shape))
+
+
+def whole(reader: BlockReader, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns a whole tensor under its name in a checkpoint."""
+    shape = reader.shape(name) or ()
+    block = torch.full(shape, torch.nan, dtype=dtype)
+    reader.fill(block, name, (0,) * len(shape))
+    return block
 
 
 def grown(state: State, growth: Growth) -> dict[str, Tensor]:
     """Returns the weights of a grown model."""
-    reader, found = GrownReader(InMemory(state), growth.takes), {}
-    for name, shape in shapes_of(growth.model).items():
-        assert reader.shape(f"model.{name}") == shape
-        values = reader.read(f"model.{name}", (0,) * len(shape), shape)
-        found[name] = values.to(state["embedding"].dtype)
+    reader, dtype = GrownReader(InMemory(state), growth.takes), state["embedding"].dtype
+    found = {name: whole(reader, f"model.{name}", dtype) for name in shapes_of(growth.model)}
+    assert {name: tuple(value.shape) for name, value in found.items()} == shapes_of(growth.model)
     return found
 
 

@@ -351,7 +351,6 @@ def load_blocks(
     def read() -> None:
         for name, shard in own.items():
             for slice_ in shard.slices:
-                values = reader.read(name, slice_.offsets, slice_.sizes)
-                slice_.view(tensors[name].detach()).copy_(values)
+                reader.fill(slice_.view(tensors[name].detach()), name, slice_.offsets)
 
     together(mesh.world_group, read)

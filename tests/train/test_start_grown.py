@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from grown_case import InMemory
+from grown_case import InMemory, whole
 from hf_case import make_run, model_of
 from parts import make_config
 from safetensors.torch import save_file
@@ -68,8 +68,7 @@ def grown_state(state: dict[str, Tensor], run_dir: Path) -> dict[str, Tensor]:
         reader = GrownReader(reader, takes_from_json(growth.takes))  # type: ignore[assignment]
     names = [f"model.{name}" for name in shapes_of(ModelConfig(**source.grown[-1].model))]
     names += [name for name in state if not name.startswith("model.")]
-    shapes = {name: reader.shape(name) or () for name in names}
-    return {name: reader.read(name, (0,) * len(s), s) for name, s in shapes.items()}
+    return {name: whole(reader, name) for name in names}
 
 
 def meta_of(run_dir: Path) -> dict[str, Any]:
@@ -166,7 +165,7 @@ def test_a_chunk_with_a_whole_bank_is_read_once(
     shape = (64, 24, 4)
     assert reader.shape(name) == shape
     read.clear()
-    reader.read(name, (0, 0, 0), shape)
+    whole(reader, name)
     assert (
         len(read) == 2 * 2
     )  # each rank of the trunk has written a chunk; copies follow the originals

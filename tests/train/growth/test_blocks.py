@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from grown_case import InMemory
+from grown_case import InMemory, whole
 
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.checkpoint.grown import (
@@ -25,17 +25,18 @@ STATE = {"dense": torch.arange(48.0).view(12, 4), "old": torch.arange(24.0).view
 
 def test_any_block_is_that_of_the_whole() -> None:
     reader = GrownReader(InMemory(STATE), takes_from_json(takes_to_json(TAKES)))
-    whole = reader.read("model.bank", (0, 0, 0), (3, 4, 6))
-    assert torch.equal(whole[0], 2 * STATE["dense"][6:].T)
-    assert torch.equal(whole[1, 2:], STATE["old"][1] + 1)
-    assert torch.equal(whole[2], torch.eye(4, 6))
-    assert 0.1 < whole[1, :2].std() < 1
+    bank = whole(reader, "model.bank")
+    assert torch.equal(bank[0], 2 * STATE["dense"][6:].T)
+    assert torch.equal(bank[1, 2:], STATE["old"][1] + 1)
+    assert torch.equal(bank[2], torch.eye(4, 6))
+    assert 0.1 < bank[1, :2].std() < 1
     for offsets in product(range(3), range(4), range(6)):
         rest = (3 - offsets[0], 4 - offsets[1], 6 - offsets[2])
         for sizes in {rest, (1, 1, 1), (1, *rest[1:]), (*rest[:2], 1)}:
             ends = [at + size for at, size in zip(offsets, sizes, strict=True)]
-            block = whole[tuple(map(slice, offsets, ends))]
-            assert torch.equal(reader.read("model.bank", offsets, sizes), block)
+            block = torch.empty(sizes)
+            reader.fill(block, "model.bank", offsets)
+            assert torch.equal(block, bank[tuple(map(slice, offsets, ends))])
 
 
 @pytest.mark.parametrize(
