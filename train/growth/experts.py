@@ -10,7 +10,7 @@ until something tells them apart:
              displace others, so the loss changes at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of
+from .growth import Given, Growth, expert_tensors, experts_of, part_takes
 from .usefulness import SCORES, scores_of
 
 _MOST = 3  # copies of an expert
@@ -47,7 +47,11 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
         elif noise and last == "weight":
             std = noise * given.tensor(name).double().square().mean().sqrt().item()
         gap = max(gap, depth)
-        takes += _takes(name, shape, order, plus=-depth, std=std, seed=given.seed)
+        own = (name, range(len(shape)))
+        for place, (expert, is_copy) in enumerate(order):
+            found = part_takes((name, shape), place, own, expert=expert, d_expert=experts.d_expert)
+            add = {"plus": -depth, "std": std, "seed": given.seed + place} if is_copy else {}
+            takes += [replace(take, **add) for take in found]
     grown = model.changed({"feed_forward.num_experts": experts.num_experts + more})
     sizes = f"E={experts.num_experts + more}, of which {more} are copies"
     if noise is not None:
@@ -138,19 +142,3 @@ def chosen(scores: Sequence[float], more: int) -> list[int]:
         copies[best] += 1
         found.append(best)
     return found
-
-
-def _takes(
-    name: str,
-    shape: tuple[int, ...],
-    order: Sequence[tuple[int, bool]],
-    *,
-    plus: float,
-    std: float,
-    seed: int,
-) -> Iterator[Take]:
-    """Yields what every grown expert copies of a tensor."""
-    rest, axes = (0,) * (len(shape) - 1), tuple(range(len(shape)))
-    for place, (expert, is_copy) in enumerate(order):
-        plain = Take(name, (place, *rest), (1, *shape[1:]), name, (expert, *rest), axes)
-        yield replace(plain, plus=plus, std=std, seed=seed + place) if is_copy else plain

@@ -73,8 +73,8 @@ def part_takes(
     source: tuple[str, Sequence[int]],
     *,
     expert: int = 0,
-    part: int,
-    parts: int,
+    part: int = 0,
+    parts: int = 1,
     d_expert: int,
     factor: float = 1.0,
 ) -> Iterator[Take]:

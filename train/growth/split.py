@@ -6,19 +6,15 @@ expert. A softmax, over all or over the chosen, gives each part 1/m of it, which
 good, or where the router has none the down-projection. The parts separate by their own gradients.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 from typing import Any
 
-from ...distributed.checkpoint.grown import Take
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ...plugins import is_own
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of
-
-_CUT = {"w_up": 2, "b_up": 1, "w_down": 1}  # dim of the hidden units
+from .growth import Given, Growth, expert_tensors, experts_of, part_takes
 
 
 def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
@@ -37,27 +33,33 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     }
     if experts.num_shared_experts:
         changes["d_shared_expert"] = experts.d_shared_expert or experts.d_expert
-    down = 1.0  # what makes good that the parts share their expert's gate
+    down, factors = 1.0, {}  # what makes good that the parts share their expert's gate
     if isinstance(router, DeepSeekConfig):
-        is_shared = router.renormalise or router.scores == "softmax"
-        changes["router.route_scale"] = router.route_scale * (parts if is_shared else 1)
+        if router.renormalise or router.scores == "softmax":
+            changes["router.route_scale"] = router.route_scale * parts
+        if router.scores == "softmax":  # what is added to scores shrinks with them
+            factors["selection_bias"] = 1 / parts
     elif router.kind == "token_choice":
         down = float(parts)
-    factors = {"w_down": down, "b_down": down / parts}
-    if (
-        getattr(router, "scores", "") == "softmax"
-    ):  # scores shrink, and what is added to them with them
-        factors["selection_bias"] = 1 / parts
+    factors |= {"w_down": down, "b_down": down / parts}
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
-    takes = tuple(
+    takes = [
         take
-        for _, name, last, shape in expert_tensors(model)
-        for take in _takes(
-            name, shape, parts, experts.d_expert, _CUT.get(last), factors.get(last, 1.0)
+        for _, name, last, shape in expert_tensors(grown)
+        for place in range(changes["num_experts"])
+        for take in part_takes(
+            (name, shape),
+            place,
+            (name, range(len(shape))),
+            expert=place // parts,
+            part=place % parts,
+            parts=parts,
+            d_expert=changes["d_expert"],
+            factor=factors.get(last, 1.0),
         )
-    )
-    sizes = f"E={grown.experts and grown.experts.num_experts}, K={changes['router.top_k']}"
-    return Growth(grown, takes, f"the logits stay equal to 1e-5; {sizes}")
+    ]
+    sizes = f"E={changes['num_experts']}, K={changes['router.top_k']}"
+    return Growth(grown, tuple(takes), f"the logits stay equal to 1e-5; {sizes}")
 
 
 def _checked(experts: ExpertsConfig, word: str) -> int:
@@ -80,18 +82,3 @@ def _checked(experts: ExpertsConfig, word: str) -> int:
                 'of one; start from a model with group_score="max", or with kept_groups=num_groups'
             )
     return parts
-
-
-def _takes(
-    name: str, shape: tuple[int, ...], parts: int, width: int, cut: int | None, factor: float
-) -> Iterator[Take]:
-    """Yields what the parts of every expert copy of a tensor, part by part."""
-    maps = 1 if cut is None else shape[cut] // width  # gate and content lie side by side
-    for expert, part, each in product(range(shape[0]), range(parts), range(maps)):
-        start, at, sizes = ([0] * len(shape), [0] * len(shape), [1, *shape[1:]])
-        start[0], at[0] = expert * parts + part, expert
-        if cut is not None:
-            sizes[cut] = width // parts
-            start[cut], at[cut] = each * sizes[cut], each * width + part * sizes[cut]
-        axes = tuple(range(len(shape)))
-        yield Take(name, tuple(start), tuple(sizes), name, tuple(at), axes, factor=factor)
