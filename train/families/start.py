@@ -324,24 +324,24 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
         pieces = [Piece("", name, (0,) * len(shape), shape, ()) for name, shape in zeros]
         source = source.model_copy(update={"pieces": (*source.pieces, *pieces_to_json(pieces))})
     of_run = None if source.kind == "folder" else weights.recipes[weights.recipe]()
-    found = grow_model(
+    model, growths, notes = grow_model(
         ModelConfig.model_validate(weights.sections.model),
         words,
         open_reader(source, check_bytes=False),
         seed=of_run.train.seed if of_run else 0,
         rows=partial(_rows_of, of_run),
     )
-    update = {"grown": found.growths, "moments": moments or "keep"}
+    update = {"grown": growths, "moments": moments or "keep"}
     grown = replace(
         weights,
         source=source.model_copy(update=update),
-        shapes=shapes_of(found.model),
-        sections=replace(weights.sections, model=found.model.model_dump(mode="json")),
-        notes=(*weights.notes, *found.notes),
+        shapes=shapes_of(model),
+        sections=replace(weights.sections, model=model.model_dump(mode="json")),
+        notes=(*weights.notes, *notes),
     )
     if of_run is None:
         return grown
-    config = of_run.model_copy(update={"model": found.model})
+    config = of_run.model_copy(update={"model": model})
     return replace(grown, recipes={grown.recipe: lambda: config}, trunk=grown.trunk and config)
 
 

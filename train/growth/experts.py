@@ -21,9 +21,9 @@ from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of, part_takes
-from .usefulness import SCORES, scores_of
+from .growth import Given, Growth, expert_tensors, experts_of, part_takes, scores_of
 
+_SCORES = ("load", "norm", "saliency")
 _MOST = 3  # copies of an expert
 _MARGIN = 0.01  # of the gap between sleeping copies and all others
 
@@ -65,8 +65,8 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
 def _scores(model: ModelConfig, words: Mapping[str, str], given: Given) -> dict[int, Tensor]:
     """Returns the usefulness of every expert by layer; empty: all are equally useful."""
     by = words.get("by", "norm")
-    if by not in SCORES:
-        raise ConfigError(f"by={by} is no measure of usefulness; {', '.join(SCORES)} are")
+    if by not in _SCORES:
+        raise ConfigError(f"by={by} is no measure of usefulness; {', '.join(_SCORES)} are")
     is_all = "by" not in words and not words["experts"].startswith("+")
     return {} if is_all else scores_of(by, model, given)
 

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...distributed.checkpoint.grown import Take
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
+from ...model.transformer import Transformer
 from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
@@ -100,3 +103,63 @@ def part_takes(
             at[cut] = (half * parts + part) * d_expert
         copied = source[0], tuple(at[axis] for axis in axes), axes
         yield Take(name, tuple(start), tuple(sizes), *copied, factor)
+
+
+# Usefulness and losses, of models built in this process --------------------------------------------
+
+
+def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
+    """Returns the usefulness of every expert, (E,), of the sparse layers.
+
+    Args:
+        by: "norm" of the up-projection; "load", the rows that chose it; or "saliency", Σ |w · gradient| over
+            the up-projection.
+        model: the model before.
+        given: its tensors and rows.
+
+    Raises:
+        ConfigError: rows are needed, and the source has none.
+    """
+    banks = {
+        member: f"group.{member}.feed_forward.sparse.experts.w_up"
+        for member in model.sparse_members
+    }
+    if by == "norm":
+        return {member: given.tensor(bank).flatten(1).norm(dim=1) for member, bank in banks.items()}
+    rows, built = given.rows(), _built(model, given.tensor)
+    weights = {member: built.get_parameter(bank) for member, bank in banks.items()}
+    loads = {member: torch.zeros(len(weight)) for member, weight in weights.items()}
+    steps = [step.member for step in model.load_steps if model.has_experts(step.member)]
+    for some in rows:
+        output = built(some.tokens_BS, documents=some.documents)
+        for member, load_N in zip(steps, output.loads["feed_forward"].load_LN, strict=True):
+            loads[member] += load_N
+        if by == "saliency":
+            _losses(output.logits_BSV, some).sum().backward()
+    if by == "load":
+        return loads
+    products = {member: weight * weight.grad for member, weight in weights.items()}
+    return {member: one.detach().abs().flatten(1).sum(1) for member, one in products.items()}
+
+
+@torch.no_grad()
+def loss_of(model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[Rows]) -> float:
+    """Returns the mean loss per counted target."""
+    built, total, count = _built(model, tensor), 0.0, 0
+    for some in rows:
+        logits_BSV = built(some.tokens_BS, documents=some.documents).logits_BSV
+        total += _losses(logits_BSV, some).sum().item()
+        count += int(some.asked_BS.sum())
+    return total / max(1, count)
+
+
+def _built(model: ModelConfig, tensor: Callable[[str], Tensor]) -> Transformer:
+    built = Transformer(model)
+    built.load_state_dict({name: tensor(name) for name in shapes_of(model)})
+    return built.eval()
+
+
+def _losses(logits_BSV: Tensor, rows: Rows) -> Tensor:
+    """Returns the cross-entropy of every target, (B, S), and 0 where it does not count."""
+    losses = F.cross_entropy(logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none")
+    return losses.view_as(rows.asked_BS).where(rows.asked_BS, 0.0)

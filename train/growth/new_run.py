@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from ...data_pipeline.words import run_and_step
 from ...distributed.checkpoint.atomic_directory import refuse_existing
 from ...distributed.checkpoint.format import find_checkpoint, read_meta
-from ...distributed.checkpoint.grown import BlockReader, read_weight
+from ...distributed.checkpoint.grown import read_weight
 from ...distributed.checkpoint.source import SOURCE_FILES, open_reader
 from ..config.errors import ConfigError
 from ..families.import_run import Imported, write_run
@@ -61,10 +58,6 @@ def grow_run(
     elif config.prepare.tokenizer == source.path:  # which the run has its own copy of
         own = {"tokenizer": str(out.absolute() / SOURCE_FILES)}
         config = config.model_copy(update={"prepare": config.prepare.model_copy(update=own)})
-    state = {name: partial(_read_as, reader, name) for name in shapes_of(config.model)}
+    state = {name: partial(read_weight, reader, name) for name in shapes_of(config.model)}
     notes = "".join(f"\n  {note}" for note in start.notes)
     return write_run(out, config, state, notes, source, before=before)
-
-
-def _read_as(reader: BlockReader, name: str, dtype: torch.dtype) -> Tensor:
-    return read_weight(reader, name).to(dtype)

@@ -33,10 +33,9 @@ from ..evaluate import Rows
 from ..families.table import shapes_of
 from .depth import depth
 from .experts import copy_experts
-from .growth import Given, Growth, no_rows
+from .growth import Given, Growth, loss_of, no_rows
 from .mixture import mixture
 from .split import split
-from .usefulness import loss_of
 
 _MOST_MEASURED = 2**30  # numbers of a model whose loss is measured before the ranks start
 
@@ -55,15 +54,6 @@ OPERATORS = {
     "mixture": Operator(("mixture", "exact", "drop", "top"), mixture),
     "depth": Operator(("core", "prelude", "coda", "loops"), depth),
 }
-
-
-@dataclass(frozen=True)
-class Grown:
-    """Holds what a model grows into: its configuration, how, and what the user should know."""
-
-    model: ModelConfig
-    growths: tuple[GrownBy, ...]
-    notes: tuple[str, ...]
 
 
 def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
@@ -96,8 +86,8 @@ def grow(
     *,
     seed: int = 0,
     rows: Callable[[], Sequence[Rows]] = no_rows,
-) -> Grown:
-    """Returns what a model grows into, one operator after another.
+) -> tuple[ModelConfig, tuple[GrownBy, ...], tuple[str, ...]]:
+    """Returns what a model grows into, how, and what the user should know.
 
     Args:
         model: the model before.
@@ -130,7 +120,7 @@ def grow(
         is_exact = is_exact and growth.is_exact
     if not is_exact:
         notes.append(_losses(first, (model, reader), rows))
-    return Grown(model, tuple(growths), tuple(notes))
+    return model, tuple(growths), tuple(notes)
 
 
 def _losses(
