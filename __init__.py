@@ -2,7 +2,7 @@
 
 For notebooks and scripts. With torch (api.py): `recipe` makes a configuration, `build` its untrained
 model; `prepare` makes its data, `fit` trains it here and `submit` on a cluster, `resume` continues it,
-`evaluate`, `evaluate_text` and `score_tasks` measure it, `load` brings the trained model back, `save` keeps
+`evaluate` and `score_tasks` measure it, `load` brings the trained model back, `save` keeps
 it if it was changed, and `export` writes it for others. Without torch (cluster/report/run_records.py):
 `find_runs` finds runs, `status` tells how one is, `stop` ends it, and `history` reads what it has recorded.
 A module is imported when one of its names is first used, so `import moebius` costs nothing.
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         TrainingFailed,
         build,
         evaluate,
-        evaluate_text,
         export,
         fit,
         load,
@@ -56,7 +55,6 @@ __all__ = [
     "__version__",
     "build",
     "evaluate",
-    "evaluate_text",
     "export",
     "find_runs",
     "fit",

@@ -29,7 +29,6 @@ from .cluster import submit as submitting
 from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, ended_well
 from .cluster.job import TrainingFailed as TrainingFailed
-from .cluster.local import dry_run as try_here
 from .cluster.local import train_here
 from .cluster.report.live import console_of
 from .cluster.report.run_records import OnRecord, telling
@@ -39,7 +38,7 @@ from .data_pipeline.words import run_and_step
 from .distributed.checkpoint.format import Weights, find_checkpoint
 from .distributed.checkpoint.source import Source
 from .distributed.process.process import start_process
-from .evaluation.perplexity import Measurement, SlidingMeasurement, measure, measure_text
+from .evaluation.perplexity import Measurement, measure
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.text import TextTokenizer as TextTokenizer
@@ -340,32 +339,6 @@ def evaluate(
 
 
 @checked
-def evaluate_text(
-    path: str | PathLike[str],
-    files: str | PathLike[str] | Sequence[str | PathLike[str]],
-    *,
-    step: int | None = None,
-    weights: Weights = "trained",
-) -> SlidingMeasurement:
-    """Returns a checkpoint's `.loss` and `.bits_per_byte` on files, like `moebius eval --text`.
-
-    Args:
-        path: a run (its newest checkpoint), RUN@STEP, a checkpoint's folder, or a loaded model.
-        files: also folders, globs or URLs; `prepare.text_field=NAME` can stand among them.
-        step: the same as RUN@STEP.
-        weights: as for `load`.
-
-    Raises:
-        ValueError: the run or a file cannot be read, or the model reads the future.
-    """
-    named = [files] if isinstance(files, str | PathLike) else files
-    model = _model_of(path, step, weights)
-    found = measure_text(model, [os.fspath(each) for each in named], step=step, weights=weights)
-    assert found is not None, "one process"
-    return found
-
-
-@checked
 def score_tasks(
     path: str | PathLike[str],
     tasks: str | Sequence[str],
@@ -408,7 +381,6 @@ def fit(
     data: object = None,
     show: bool = True,
     on_record: OnRecord | None = None,
-    dry_run: bool = False,
 ) -> JobStatus:
     """Trains a configuration on this machine, waits, and returns how the run ended.
 
@@ -432,7 +404,6 @@ def fit(
             ("eval"), in a thread of this process. If its result is true, the run ends at the next step
             boundary with a checkpoint; so it does if it raises, and `fit` raises the error. Steps
             repeated after a recovery are told again.
-        dry_run: only makes a few steps, prints what the run will take, and leaves nothing behind.
 
     Raises:
         ConfigError: the configuration does not fit its number of ranks, or the folder holds another
@@ -443,10 +414,9 @@ def fit(
     """
     config, run_dir, source = _opened(config, run_dir)
     reads = giving(config.data, data, vocab_size=config.model.vocab_size)
-    start = try_here if dry_run else train_here
     with reads as section, telling(run_dir, on_record):
         config = place_data(config.model_copy(update={"data": section}), run_dir.parent)
-        return ended_well(start(config, run_dir, source=source, console=console_of(show)))
+        return ended_well(train_here(config, run_dir, source=source, console=console_of(show)))
 
 
 @checked

@@ -162,7 +162,8 @@ def compare_norms(steps: int) -> None:
     layout = ("job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1")
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "bare"
-        time_bare(make_config(Path(scratch), f"train.steps={2 * steps}", *layout), run_dir)
+        logged = (f"train.steps={2 * steps}", "train.log_every=1")
+        time_bare(make_config(Path(scratch), *logged, *layout), run_dir)
         ratio = json.loads((run_dir / "bare.json").read_text())["norms_ratio"]
     print(f"step with norms by part ÷ step without, median of {steps // 2} turns: {ratio:.4f}")
     raise SystemExit(0 if ratio <= 1.01 else 1)
@@ -222,7 +223,7 @@ def time_examinations(items: int = 200, times: int = 4) -> None:
             for n in range(items)
         ]
         (Path(scratch) / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
-        asked = (f"evaluate.tasks.arc_easy={scratch}", 'evaluate.prompts="The "')
+        asked = ("evaluate.tasks=arc_easy", f"evaluate.data={scratch}", 'evaluate.prompts="The "')
         changes = (*asked, "evaluate.every=10", f"train.steps={10 * times}", "train.eval_rows=16")
         layout = ("job.num_nodes=1", "job.ranks_per_node=2", "mesh.ep=2", "mesh.dp_replicate=1")
         run_dir = Path(scratch) / "run"

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plugins import is_own
 
@@ -29,6 +29,18 @@ class NamesOrOwn(list[str]):
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or is_own(str(name))
+
+
+class _Once(argparse._StoreAction):
+    """Refuses an option that is given twice, of which argparse would keep only the last value."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        if option_string and before != self.default:
+            raise argparse.ArgumentError(
+                self, f"has {before} already: give it once, not {values} too"
+            )
+        super().__call__(parser, namespace, values, option_string)
 
 
 def add_command(
@@ -56,6 +68,8 @@ def add_command(
         epilog="\n".join([*epilog, "examples:", *(f"  moebius {example}" for example in examples)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    for action in (None, "store"):
+        parser.register("action", action, _Once)
     parser.set_defaults(run=handler)
     return parser
 

@@ -190,9 +190,8 @@ class TrainingFailed(RuntimeError):
         words = [status.reason]
         if status.root_cause is not None and status.root_cause.summary not in status.reason:
             words.append(status.root_cause.summary)
-        logs = status.run_dir / "logs"  # a dry run leaves none
-        see = f"; see {logs}" if logs.exists() else ""
-        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}{see}")
+        logs = status.run_dir / "logs"
+        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}; see {logs}")
         self.status = status
 
 

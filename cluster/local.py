@@ -13,7 +13,7 @@ from ..data_pipeline.make.pools import TaskPool
 from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.manifest import is_prepared, read_manifest
 from ..train.config.run_config import Config
-from ..train.record.run_folder import Source, check_data, if_changed, open_run
+from ..train.record.run_folder import Source, if_changed, open_run
 from .job import RESULT, JobError, JobStatus, Launch, State, python_module, read_status
 from .launch import begin_run, launch_here, opened_folder, refusals
 from .nodes.processes import difference_from_linux
@@ -91,12 +91,8 @@ def dry_run(
 
     The steps are made in a folder that is removed again. Arguments and errors are those of `train_here`.
     """
-    console, run_dir, data = console or Console(), run_dir.absolute(), config.data
+    console, run_dir = console or Console(), run_dir.absolute()
     refusals(config, run_dir, source, console=console)
-    is_whole = bool(data.dataset) or (
-        is_prepared(data.directory) and read_manifest(data.directory).complete
-    )
-    check_data(config, run_dir, is_whole=is_whole)
     with tempfile.TemporaryDirectory(prefix="moebius-dry-run-") as name:
         folder = Path(name)
         with interrupts_stop_the_job(folder):
@@ -104,7 +100,7 @@ def dry_run(
         words = f"{status.state.value}  {status.reason}"
         if status.state is State.SUCCEEDED:
             measured = json.loads((folder / RESULT).read_text())
-            words = _report_of(config, measured, is_whole=is_whole)
+            words = _report_of(config, measured)
     console.print(Text(words), soft_wrap=True)
     cause = status.root_cause and replace(status.root_cause, log=None)  # which is gone
     for part in explain_failure(replace(status, root_cause=cause), told=status.reason):
@@ -131,10 +127,13 @@ def _run_dry(config: Config, folder: Path) -> JobStatus:
         this_machine.release()
 
 
-def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool) -> str:
+def _report_of(config: Config, measured: dict[str, float]) -> str:
     """Returns what the ranks of a dry run have measured, and what follows for the whole run."""
+    where = config.data.directory
+    is_whole = is_prepared(where) and read_manifest(where).complete
     train, saves, each = config.train, config.checkpoint, measured["checkpoint"]
     rate = train.global_batch * config.data.seq_len / measured["step_s"]
+    run_s = train.steps * measured["step_s"]
     lines = {
         "memory": f"at most {measured['memory'] / 1e9:.3g} GB on a rank",
         "step": f"{measured['step_s']:.3g} s, {rate:,.0f} tokens/s",
@@ -146,7 +145,7 @@ def _report_of(config: Config, measured: dict[str, float], *, is_whole: bool) ->
         saved += train.steps // saves.keep_every if saves.keep_every else 0
         saved += bool(saves.keep_best)
         copies = ", and as many copies" * bool(saves.copy_to)
-        lines["run"] = f"{train.steps:,} steps in {duration(measured['run_s'])}, and evaluations"
+        lines["run"] = f"{train.steps:,} steps in {duration(run_s)}, and evaluations"
         lines["disk"] = (
             f"{saved * each / 1e9:,.3f} GB for up to {saved} checkpoints at once{copies}"
         )

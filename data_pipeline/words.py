@@ -4,11 +4,9 @@ Every room may import this module, which imports files.py alone.
 """
 
 import difflib
-import hashlib
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ _HUB_NAME = re.compile(
     r"(?!runs/)[\w.-]+/[\w.-]+|(gpt|llama|qwen|olmo|mi[sx]tral|pythia|deepseek|phi|gemma|smollm)[\w.-]*",
     re.I,
 )
-_SUM_BYTES = 16  # of a checksum in a checkpoint's manifest.json
 _MOST = 10  # words in a message
 _MOST_COMPARED = 10_000  # in 0.3 s
 
@@ -74,24 +71,15 @@ def _step_called(word: str, run: Path) -> int:
         raise ValueError(
             f"{run}@{word}: a step follows the @, as in {run}@100, or best, or last; {there}"
         )
-    try:
-        return step_of(names[-1]) if word == "last" else _best_in(run / "checkpoints", names)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{run}@best: {error}; {there}") from None
-
-
-def _best_in(folder: Path, names: list[str]) -> int:
-    """Returns the step of the best checkpoint, by the `keep_best` that the newest was saved with."""
-    read = reads_in(folder)
-    measure = _in_meta(names[-1], read, "config", "checkpoint", "keep_best")
-    if not isinstance(measure, str):
-        raise ValueError("the run was saved without checkpoint.keep_best, so none is the best")
-    scores = scores_of(names, measure, read)
-    if damaged := [name for name, score in scores.items() if math.isnan(score)]:
-        raise ValueError(f"the score in {folder / damaged[0]} cannot be read")
-    if (best := best_of(scores, measure)) is None:
-        raise ValueError(f"no checkpoint has a score of {measure!r} yet")
-    return step_of(best)
+    if word == "last":
+        return step_of(names[-1])
+    read = reads_in(run / "checkpoints")
+    best = best_of(names, _in_meta(names[-1], read, "config", "checkpoint", "keep_best"), read)
+    if best is None:
+        raise ValueError(
+            f"{run}@best: no checkpoint has a score, which checkpoint.keep_best saves; {there}"
+        )
+    return step_of(best[0])
 
 
 def step_of(name: str) -> int:
@@ -100,60 +88,39 @@ def step_of(name: str) -> int:
 
 
 def reads_in(folder: Path) -> Callable[[str], bytes]:
-    """Returns the function that reads a folder's files by their names, for `scores_of`."""
+    """Returns the function that reads a folder's files by their names, for `best_of`."""
     return lambda name: read_regular(folder / name)
 
 
-def scores_of(
+def best_of(
     names: Iterable[str], measure: str | None, read: Callable[[str], bytes]
-) -> dict[str, float]:
-    """Returns what checkpoints scored when they were saved; nan: it cannot be read.
+) -> tuple[str, float] | None:
+    """Returns the checkpoint that scored best, the earliest of equal ones, and its score.
 
     Args:
         names: of their directories.
-        measure: "validation" for the loss, or a task for the accuracy; None: nothing is read.
+        measure: "validation" for the lowest loss, or a task for the highest accuracy; None: nothing is read.
         read: returns the bytes of a file, for example of "step_00000050/meta.json".
-    """
-    scores: dict[str, float] = {}
-    for name in names if measure else ():
-        try:
-            score = _in_meta(name, read, "measured", str(measure))
-        except FileNotFoundError:  # it is incomplete, or was deleted meanwhile
-            continue
-        except (OSError, ValueError):
-            scores[name] = math.nan
-            continue
-        if isinstance(score, float) and math.isfinite(score):
-            scores[name] = score
-    return scores
-
-
-def best_of(scores: Mapping[str, float], measure: str | None) -> str | None:
-    """Returns the checkpoint of the lowest loss or the highest accuracy, the earliest of equal ones."""
-    sign = 1 if measure == "validation" else -1
-    known = {name: sign * score for name, score in scores.items() if not math.isnan(score)}
-    return min(known, key=lambda name: (known[name], step_of(name)), default=None)
-
-
-def _in_meta(name: str, read: Callable[[str], bytes], *keys: str) -> Any:
-    """Returns a value that a run has saved in a checkpoint's meta.json; None: it has not.
 
     Raises:
-        ValueError: the file is not the one in manifest.json.
-        OSError: it cannot be read.
+        OSError: a file that exists cannot be read.
     """
-    file, data = f"{name}/meta.json", read(f"{name}/meta.json")
-    manifest = json_object(read(f"{name}/manifest.json"), f"{name}/manifest.json")
-    found = hashlib.blake2b(data, digest_size=_SUM_BYTES).hexdigest()
-    if found != _value_at(manifest, "files", "meta.json", "blake2b"):
-        raise ValueError(f"{file} does not match its checksum")
-    return _value_at(json_object(data, file), "meta", *keys)
+    found = {name: _in_meta(name, read, "measured", measure) for name in names if measure}
+    scores = {name: score for name, score in found.items() if isinstance(score, float)}
+    sign = 1 if measure == "validation" else -1
+    best = min(scores, key=lambda name: (sign * scores[name], step_of(name)), default=None)
+    return None if best is None else (best, scores[best])
 
 
-def _value_at(values: Any, *keys: str) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values
+def _in_meta(name: str, read: Callable[[str], bytes], *keys: str | None) -> Any:
+    """Returns a value in a checkpoint's meta.json; None: it is not there, or the file is damaged."""
+    try:
+        value: Any = json_object(read(f"{name}/meta.json"), name)["meta"]
+        for key in keys:
+            value = value[key]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+    return value
 
 
 def runs_near(path: Path) -> str:

@@ -1,6 +1,6 @@
 """An average of the weights, kept in float32 beside the moments in the optimizer's state.
 
-    ema    A ← A + max(1 − d, 1 / (n + 1)) (W − A)       n updates averaged before, decay d
+    ema    A ← A + max(1 − d, 1 / (n + 1)) (W − A)       n updates in A before, decay d
     last   A ← A + 1 / (n + 1) (W − A)
            B ← B + 1 / (k + 1) (W − B)                   before, once k is half of the window:  A ← B, n ← k;  B ← 0, k ← 0
 
@@ -8,18 +8,19 @@ The first update makes A equal to W. For its first 1 / (1 − d) updates, `ema` 
 updates, `last` is the uniform mean of the last h + 1 to 2 h, for one more copy, B, instead of 2 h. Skipped updates do not
 count.
 
-A is the entry `average` of every parameter's state and B `average_recent`, so checkpoints, other layouts, FSDP shards and moved
-experts carry them like a moment. Every operation on elements rounds once, so the bits do not depend on the layout.
+A is the entry `weight_average` of every parameter's state and B `recent_average`, so checkpoints, other layouts, FSDP shards
+and moved experts carry them like a moment. Every operation on elements rounds once, so the bits do not depend on the layout.
 Buffers that a router learns without a gradient (a selection bias) have no average: they balance the load of the
 present routing, and are taken as they are, as torch's `AveragedModel` does.
 
 Cost: 4 bytes per weight (`last`: 8), one pass over both per update, and a copy of the weights during an evaluation.
 """
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -27,13 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..plugins import PluginError
 from .local_shard import local_tensor
 
 logger = logging.getLogger(__name__)
 
-AVERAGE, RECENT = "average", "average_recent"
-_ENTRIES = {"ema": (AVERAGE,), "last": (AVERAGE, RECENT)}
+AVERAGE, RECENT = "weight_average", "recent_average"
 _AT_ONCE = 16  # tensors of a GPU whose differences are in memory together
 
 
@@ -45,29 +44,23 @@ class WeightAverage:
     parameters: Sequence[Parameter]  # this rank's shards
     kind: Literal["ema", "last"] | None = None
     span: float = 0.0  # of ema the decay per update, of last the window in updates
-    updates: int = 0  # in the average
-    recent: int = 0  # in RECENT
+    counts: dict[str, int] = field(default_factory=dict)  # updates in each average, by its entry
 
     @torch.no_grad()
     def update(self) -> None:
-        """Averages the weights of the update that was just made.
-
-        Raises:
-            PluginError: as for `allocate`.
-        """
+        """Averages the weights of the update that was just made."""
         if self.kind is None:
             return
-        if not self.updates:
-            self.allocate(self.kind)
-        if self.kind == "last" and self.recent >= self.span // 2:
+        if not self.counts:
+            self._allocate({AVERAGE: 0, RECENT: 0} if self.kind == "last" else {AVERAGE: 0})
+        if self.kind == "last" and self.counts[RECENT] >= self.span // 2:
             _copy(self._entries(AVERAGE), self._entries(RECENT))
             torch._foreach_zero_(self._entries(RECENT))  # pyright: ignore[reportPrivateImportUsage]
-            self.updates, self.recent = self.recent, 0
+            self.counts = {AVERAGE: self.counts[RECENT], RECENT: 0}
         least = 1 - self.span if self.kind == "ema" else 0.0
-        self._approach(AVERAGE, max(least, 1 / (self.updates + 1)))
-        if self.kind == "last":
-            self._approach(RECENT, 1 / (self.recent + 1))
-        self.updates, self.recent = self.updates + 1, self.recent + 1
+        for key, count in self.counts.items():
+            self._approach(key, max(least, 1 / (count + 1)))
+            self.counts[key] += 1
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -82,37 +75,25 @@ class WeightAverage:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the kind and the counts for a checkpoint's meta; empty before the first update."""
-        counts = {"kind": self.kind, "updates": self.updates, "recent": self.recent}
-        return {"average": counts} if self.updates else {}
+        return {"average": {"kind": self.kind, "counts": dict(self.counts)}} if self.counts else {}
 
-    def allocate(self, kind: str | None) -> None:
-        """Adds an average of zeros to the optimizer's state, which must have its own entries by then.
-
-        Raises:
-            PluginError: a user's own optimizer keeps an entry of that name.
-        """
-        for key in _ENTRIES.get(str(kind), ()):
-            for state in self._states():
-                if key in state:
-                    raise PluginError(
-                        f"optim.kind: {type(self.optimizer).__name__} keeps {key!r} itself, where "
-                        f"train.average={kind} keeps the average of the weights: rename it there, or leave "
-                        "train.average out"
-                    )
-            for parameter, state in zip(self.parameters, self._states(), strict=True):
-                state[key] = torch.zeros_like(parameter, dtype=torch.float32)
-
-    def adopt(self, meta: Mapping[str, Any]) -> None:
-        """Goes on with the average of a checkpoint, which is loaded, or drops one of another kind."""
-        saved, progress = meta.get("average", {}), meta["progress"]
+    def restore(self, meta: Mapping[str, Any]) -> bool:
+        """Takes a checkpoint's counts, and makes room for its average; returns whether it is of this kind."""
+        saved = meta.get("average", {})
         if self.kind == saved.get("kind"):
-            self.updates, self.recent = saved.get("updates", 0), saved.get("recent", 0)
-            return
-        for key in _ENTRIES.get(str(saved.get("kind")), ()):
-            for state in self._states():
-                del state[key]
-        if self.kind is not None and progress["updates"] and dist.get_rank() == 0:
-            logger.warning("step %d has no average of this kind: one begins here", progress["step"])
+            self._allocate(dict(saved.get("counts", {})))
+            return True
+        if self.kind is not None and meta["progress"]["updates"] and dist.get_rank() == 0:
+            step = meta["progress"]["step"]
+            logger.warning("step %d has no average of this kind: one begins here", step)
+        return False
+
+    def _allocate(self, counts: dict[str, int]) -> None:
+        """Adds averages of zeros to the optimizer's state, which must have its own entries by then."""
+        self.counts = counts
+        for parameter, key in itertools.product(self.parameters, counts):
+            zeros = torch.zeros_like(parameter, dtype=torch.float32)
+            self.optimizer.state[parameter][key] = zeros
 
     def _approach(self, key: str, share: float) -> None:
         """Moves an average towards the weights by a share of the difference."""
@@ -129,10 +110,7 @@ class WeightAverage:
         return [local_tensor(parameter.detach()) for parameter in self.parameters]
 
     def _entries(self, key: str) -> list[Tensor]:
-        return [local_tensor(state[key]) for state in self._states()]
-
-    def _states(self) -> list[dict[str, Any]]:
-        return [self.optimizer.state[parameter] for parameter in self.parameters]
+        return [local_tensor(self.optimizer.state[each][key]) for each in self.parameters]
 
 
 @torch.no_grad()

@@ -144,9 +144,10 @@ def global_grad_norm(
     mesh: Mesh,
     *,
     numbers: Sequence[Tensor | float] = (),
+    by_part: bool = False,
 ) -> tuple[float, tuple[float, ...], dict[str, float]]:
     """Returns the 2-norm of the whole model's reduced gradient, the numbers' sums over ranks, and
-    the norm of every part, which each parameter is given with.
+    `by_part` the norm of every part, which each parameter is given with.
 
     Collective, with equally many numbers and the same parts on every rank; all ranks get the same
     bits. The first copy of each tensor counts its elements, so a non-finite gradient anywhere makes
@@ -155,14 +156,15 @@ def global_grad_norm(
     squares, which are sums of those that make the norm. Reading the results is the step's only wait
     for the device.
     """
-    names = sorted(set(parameters.values()))
+    names = sorted(set(parameters.values())) if by_part else []
     sums = torch.zeros(
         1 + len(numbers) + len(names), dtype=torch.float64, device=_device(parameters)
     )
     if counted := list(_counted_here(parameters, mesh.rank)):
         squares_N, parts_N = _squares(counted)
         sums[0] = squares_N.sum()
-        sums[1 + len(numbers) :] = _sums_of_parts(squares_N, parts_N, names)
+        if by_part:
+            sums[1 + len(numbers) :] = _sums_of_parts(squares_N, parts_N, names)
     for place, number in enumerate(numbers, start=1):
         sums[place].fill_(number)
     if mesh.world_group.size() > 1:
@@ -178,6 +180,7 @@ def clip_gradients(
     *,
     max_norm: float,
     numbers: Sequence[Tensor | float] = (),
+    by_part: bool = False,
 ) -> tuple[float, tuple[float, ...], dict[str, float]]:
     """Scales all reduced gradients by min(1, max_norm / norm). Collective.
 
@@ -185,7 +188,7 @@ def clip_gradients(
     `global_grad_norm` does. If the norm is not finite, skip the step; all ranks see the same norm, so
     all skip.
     """
-    norm, sums, norms = global_grad_norm(parameters, mesh, numbers=numbers)
+    norm, sums, norms = global_grad_norm(parameters, mesh, numbers=numbers, by_part=by_part)
     gradients = [
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]

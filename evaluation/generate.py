@@ -48,7 +48,7 @@ def generate(
     if prompt_S.numel() == 0:
         raise ValueError("the prompt is empty; generation needs at least one token")
     check_request(num_tokens, temperature, top_p)
-    check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
+    _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed % 2**64)
     cache, new_S, seen = model.new_cache(cache_loops), prompt_S, 0
     for _ in range(num_tokens):
@@ -86,13 +86,12 @@ def check_request(num_tokens: int, temperature: float, top_p: float = 1.0) -> No
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
+        raise ValueError(f"cannot generate {num_tokens} tokens: ask for at least 1")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be finite and at least 0")
 
 
-def check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:
-    """Raises ValueError if the model cannot generate, or not with this context."""
+def _check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:
     experts = model.config.experts
     if experts is not None and experts.router.reads_whole_sequences:
         raise ValueError(

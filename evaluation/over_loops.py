@@ -35,16 +35,14 @@ def measure_over_loops(
     run_dir: Path,
     loops: Sequence[int],
     *,
-    step: int | None = None,
     scores: Callable[[int], ZeroShotReport | None] | None = None,
     weights: Weights = "trained",
 ) -> OverLoops:
     """Measures the validation loss, or zero-shot tasks, with each number of loops.
 
     Args:
-        run_dir: the run folder.
+        run_dir: a checkpoint's folder, or a run that saves none meanwhile.
         loops: repeats of the core.
-        step: of the checkpoint; None: the newest.
         scores: scores tasks with a number of loops (`measure_tasks`); None: the loss is measured.
         weights: whose loss: those of the step, or their average.
 
@@ -55,7 +53,7 @@ def measure_over_loops(
     measured_step = 0
     for number in loops:
         if scores is None:
-            measured = measure(run_dir, step=step, loops=number, weights=weights)
+            measured = measure(run_dir, loops=number, weights=weights)
             measured_step = measured.step
             found.setdefault("loss", []).append(measured.result.loss)
             continue
@@ -68,7 +66,7 @@ def measure_over_loops(
         for result in report.tasks:
             for metric, estimate in result.metrics.items():
                 found.setdefault(f"{result.name} {metric}", []).append(estimate.value)
-    config = config_of(find_checkpoint(run_dir, step))
+    config = config_of(find_checkpoint(run_dir))
     per_depth = [config.model.with_loops(number) for number in loops]
     return OverLoops(
         measured_step,

@@ -197,12 +197,14 @@ def chat_of_run(restored: Restored, tokenizer: Tokenizer) -> ChatTemplate:
     """Returns the chat template beside a run's data, its source's files, or its tokenizer.
 
     Raises:
-        ValueError: there is none, or it cannot be used.
+        ValueError: there is none, `prepare.chat_template` is off, or it cannot be used.
     """
     config, run_dir = restored.config, run_and_step(restored.checkpoint)[0]
     places = [config.data.directory, str(run_dir / SOURCE_FILES)]
     places += [config.prepare.tokenizer] if config.prepare.loads_tokenizer else []
     advice = "with `eval --prompt`, leave out --chat (chat=True) to continue the text itself"
+    if not config.prepare.chat_template:
+        raise ConfigError(f"{run_dir}: prepare.chat_template=false has turned it off: {advice}")
     for place in filter(None, places):
         if saved := find_template(place):
             return ChatTemplate(saved, tokenizer, where=place, advice=advice)

@@ -14,16 +14,15 @@ passes, so the model may be one in training, whose experts and weights are on ot
 Legend: R rows of a batch, S tokens of the longest end, D width, N scored positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.process.json_messages import all_gather_json
+from ..distributed.checkpoint.together import gathered
 from ..distributed.process.process import Process
 from ..model.attention.base import LayerCache
 from ..model.layers import wide_dtype
@@ -39,7 +38,6 @@ from .restore import Restored
 
 _GPU_PASS_TOKENS = 2**13  # tokens that a GPU computes in the time of launching a pass
 _LOGITS = 2**21  # in memory at a time, in float64
-_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,7 @@ class Scorer:
         refuse_future_readers(model, "score text")
         self._model, self.text = model, text
         self._rank, self._num_ranks = rank, num_ranks
+        self._group = dist.group.WORLD if num_ranks > 1 else None
         promises = model.config.evaluation_promises
         self._is_alone = not promises.batch_invariant
         self.needs_draws = group_context_size(model) > 0
@@ -111,29 +110,32 @@ class Scorer:
         Raises:
             NotFiniteError: a log-probability is not finite; on all ranks.
         """
-        found: dict[tuple[int, int], RowScore] = {}
+        own: list[tuple[int, int, RowScore]] = []
         batches = list(self._batches(families))
-        first = next((f for f, family in enumerate(families) if family), 0)
-        spare = [RowBatch(((first, (0,)),), 0)] * self._spare_passes(batches)
+        spare = self._spare_passes(batches)  # agreed on before the first pass
         score = self._score_alone if self._is_alone else self._score_batch
         for batch in batches:
             scores = score(families, batch, draw)
-            found.update(zip(batch.rows, scores, strict=True))
+            own += [(*place, one) for place, one in zip(batch.rows, scores, strict=True)]
             if advance is not None:
                 advance(len(scores) * self._num_ranks)
-        for batch in spare:
-            score(families, batch, draw)
-        found = self._from_all_ranks(found)
-        _check_finite(found.values())
+        first = next((f for f, family in enumerate(families) if family), 0)
+        for _ in range(spare):
+            score(families, RowBatch(((first, (0,)),), 0), draw)
+        told = [(f, r, one.log_probability_S.tolist(), one.greedy_S.tolist()) for f, r, one in own]
+        found = {
+            (f, r): RowScore(np.array(log_p, dtype=np.float64), np.array(greedy, dtype=np.int64))
+            for share in gathered(self._group, lambda: told)
+            for f, r, log_p, greedy in share
+        }
+        if not all(np.isfinite(one.log_probability_S).all() for one in found.values()):
+            raise NotFiniteError
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
 
     def _spare_passes(self, batches: Sequence[RowBatch]) -> int:
         """Returns how many passes the busiest rank makes beyond this one's; collective."""
-        own = sum(1 if self._is_alone else 1 + (batch.prefix > 0) for batch in batches)
-        if self._num_ranks == 1:
-            return 0
-        assert dist.group.WORLD is not None
-        return max(all_gather_json(own, dist.group.WORLD)) - own
+        own = sum(1 + (batch.prefix > 0) for batch in batches)
+        return max(gathered(self._group, lambda: own)) - own
 
     def _batches(self, families: Sequence[Family]) -> Iterator[RowBatch]:
         if self._is_alone:
@@ -154,22 +156,15 @@ class Scorer:
         if past:
             heads = [families[f][members[0]].tokens[:past] for f, members in batch.families]
             cache = self._model.new_cache()
-            self._run(self._tensor(heads), cache, lambda hidden_BSD: None)
+            self._run(self._tensor(heads), cache, [])
             counts = torch.tensor([len(members) for _, members in batch.families])
             family_R = torch.arange(len(counts)).repeat_interleave(counts)
             cache = [_repeated(layer, family_R) for layer in cache]
         ends = [row.tokens[past:-1] for row in rows]
         longest = max(map(len, ends))
         padded = [end + (0,) * (longest - len(end)) for end in ends]
-
-        def read(hidden_RSD: Tensor) -> list[RowScore]:
-            scored = [
-                hidden_RSD[r, len(end) - row.num_scored : len(end)]
-                for r, (row, end) in enumerate(zip(rows, ends, strict=True))
-            ]
-            return self._read_out(scored, rows)
-
-        return self._run(self._tensor(padded), cache, read)
+        asked = [(r, len(end), row) for r, (end, row) in enumerate(zip(ends, rows, strict=True))]
+        return self._run(self._tensor(padded), cache, asked)
 
     def _score_alone(
         self, families: Sequence[Family], batch: RowBatch, draw: int
@@ -179,32 +174,33 @@ class Scorer:
         row = families[place[0]][place[1]]
         request_S = self._tensor([row.tokens[:-1]])[0]
         group_BS, number = drawn_group(self._model, request_S, self.text, key=(*place, draw))
-        return self._run(
-            group_BS,
-            None,
-            lambda hidden_BSD: self._read_out([hidden_BSD[number, -row.num_scored :]], [row]),
-        )
+        return self._run(group_BS, None, [(number, len(request_S), row)])
 
     def _run(
-        self, tokens_BS: Tensor, cache: list[LayerCache] | None, read: Callable[[Tensor], _Read]
-    ) -> _Read:
-        """Runs the model without the head's product; returns what `read` makes of the head's input.
+        self,
+        tokens_BS: Tensor,
+        cache: list[LayerCache] | None,
+        asked: Sequence[tuple[int, int, Row]],
+    ) -> list[RowScore]:
+        """Runs the model, with the head's product at scored positions alone.
 
-        It is read inside the pass, while a sharded head is gathered.
+        They are read inside the pass, while a sharded head is gathered. Of each row asked for: its
+        place in the batch, the length of its input, and itself.
         """
-        found: list[_Read] = []
+        found: list[RowScore] = []
 
-        def read_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            handle.remove()  # `read` calls the head again
-            found.append(read(inputs[0]))
+        def read(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            handle.remove()  # `_read_out` calls the head again
+            hidden = [inputs[0][r, end - row.num_scored : end] for r, end, row in asked]
+            found.extend(self._read_out(hidden, [row for _, _, row in asked]) if asked else ())
 
-        handle = self._model.head.register_forward_hook(read_input)
+        handle = self._model.head.register_forward_hook(read)
         nothing_BS = torch.zeros(tokens_BS.shape, dtype=torch.bool)
         try:
             self._model(tokens_BS, cache, targets_BS=tokens_BS, loss_mask_BS=nothing_BS)
         finally:
             handle.remove()
-        return found[0]
+        return found
 
     def _read_out(self, hidden: Sequence[Tensor], rows: Sequence[Row]) -> list[RowScore]:
         """Returns the scores of rows from the hidden rows of their scored positions."""
@@ -227,28 +223,6 @@ class Scorer:
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self._model.embedding.device)
-
-    def _from_all_ranks(
-        self, found: dict[tuple[int, int], RowScore]
-    ) -> dict[tuple[int, int], RowScore]:
-        if self._num_ranks == 1:
-            return found
-        told = [
-            (*place, score.log_probability_S.tolist(), score.greedy_S.tolist())
-            for place, score in found.items()
-        ]
-        assert dist.group.WORLD is not None
-        shares = all_gather_json(told, dist.group.WORLD)
-        return {
-            (f, r): RowScore(np.array(log_p, dtype=np.float64), np.array(greedy, dtype=np.int64))
-            for share in shares
-            for f, r, log_p, greedy in share
-        }
-
-
-def _check_finite(scores: Iterable[RowScore]) -> None:
-    if not all(np.isfinite(score.log_probability_S).all() for score in scores):
-        raise NotFiniteError
 
 
 def open_scorer(restored: Restored, process: Process | None = None, *, seed: int = 0) -> Scorer:

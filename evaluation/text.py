@@ -19,7 +19,7 @@ from ..data_pipeline.words import some_of
 from ..train.config.arguments import checked
 from ..train.config.run_config import ConfigError
 from .batches import Row
-from .generate import check_group_context, generate
+from .generate import generate
 from .group_context import group_context_size
 from .restore import Restored, chat_of_run, refuse_pairs, tokenizer_of_run
 from .scoring import open_scorer, text_beside
@@ -44,13 +44,13 @@ def write_text(
     ids = chat_of_run(restored, tokenizer).begin(prompt) if chat else _plain(tokenizer, prompt)
     if not chat:
         yield prompt
-    yield from _written(restored, tokenizer, ids.tolist(), ends=chat, **options)
+    yield from continued(restored, tokenizer, ids.tolist(), ends=chat, **options)
 
 
-def _written(
+def continued(
     restored: Restored, tokenizer: Tokenizer, ids: list[int], *, ends: bool, **options: Any
 ) -> Iterator[str]:
-    """Yields what the model writes after ids; if `ends`, up to an end of document."""
+    """Yields what the model writes after ids, which it extends; if `ends`, up to an end of document."""
     length = len(ids) + options["num_tokens"] - 1
     context_MS = draw_group_context(restored, length, seed=options["seed"])
     prompt_S = torch.tensor(ids, dtype=torch.int64, device=restored.model.embedding.device)
@@ -71,12 +71,11 @@ class Conversation:
     Without a chat template, the model continues the text of all turns, each on a line of its own.
 
     Raises:
-        ValueError: the model cannot generate, or the run's tokenizer or template cannot be used.
+        ValueError: the run's tokenizer or template cannot be used.
     """
 
     def __init__(self, restored: Restored) -> None:
         refuse_pairs(restored)
-        check_group_context(restored.model, draw_group_context(restored, 1, seed=0), length=1)
         self._restored, self._tokenizer = restored, tokenizer_of_run(restored)
         self.turns: list[list[str]] = []
         try:
@@ -91,30 +90,27 @@ class Conversation:
         What an interrupted answer has said remains. For `options` see `write_text`.
 
         Raises:
-            ValueError: the prompt alone fills the context, or the template refuses it.
+            ValueError: the model cannot generate, the prompt alone fills the context, or the template
+                refuses it.
         """
-        restored, tokenizer, turns = self._restored, self._tokenizer, list(self.turns)
-        context = restored.config.data.seq_len
-        wanted = min(num_tokens, context // 2)
-        while context - len(ids := self._ids(turns, prompt)) < wanted and turns:
-            del turns[0]
+        context = self._restored.config.data.seq_len
+        most = context - min(num_tokens, context // 2)
+        while len(ids := self._ids(prompt)) > most and self.turns:
+            del self.turns[0]
         if len(ids) >= context:
             raise ValueError(
                 f"the prompt has {len(ids):,} tokens, but the context {context:,}: write a shorter one"
             )
-        if dropped := len(self.turns) - len(turns):
-            logger.warning("the context is full; oldest turns dropped: %d", dropped)
-        options["num_tokens"], turn = min(num_tokens, context - len(ids)), [prompt, ""]
-        for piece in _written(restored, tokenizer, ids, ends=True, **options):
-            turn[1] += piece
-            self.turns = [*turns, turn]
+        options["num_tokens"] = min(num_tokens, context - len(ids))
+        self.turns.append([prompt, ""])
+        for piece in continued(self._restored, self._tokenizer, ids, ends=True, **options):
+            self.turns[-1][1] += piece
             yield piece
-        self.turns = [*turns, turn]
 
-    def _ids(self, turns: list[list[str]], prompt: str) -> list[int]:
+    def _ids(self, prompt: str) -> list[int]:
         if self.template is not None:
-            return self.template.begin(prompt, turns).tolist()
-        text = "\n".join([*map("".join, turns), prompt])
+            return self.template.begin(prompt, self.turns).tolist()
+        text = "\n".join([*map("".join, self.turns), prompt])
         return self._tokenizer.encode_batch([text])[0].tolist()
 
 

@@ -178,13 +178,15 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
         TaskError: no such task, folder or file.
     """
     if data != HUB and not Path(data).is_dir():
-        raise TaskError(f"{data}: is not a folder; set --data to the folder of task files or 'hub'")
+        raise TaskError(
+            f"{data}: is not a folder; set --data (evaluate.data) to the folder of task files or 'hub'"
+        )
     found: dict[str, Task] = {}
     for name in names:
         if name == PAPER:
             found |= {one: TASKS[one] for one in (_there(n, data) for n in PAPER_TASKS)}
         elif name == "all":
-            found |= {one: task for one, task in TASKS.items() if has_data(one, data)}
+            found |= {one: task for one, task in TASKS.items() if _has(one, data)}
         else:
             found[name.rpartition(":")[2]] = _TASK.get(name)
     if not found:
@@ -196,7 +198,7 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
 
 
 _TASK = Registry(
-    "--tasks",
+    "evaluate.tasks or --tasks",
     "a task",
     dict.fromkeys([PAPER, "all"]) | TASKS,
     "a Task",
@@ -204,14 +206,13 @@ _TASK = Registry(
 )
 
 
-def has_data(name: str, data: Path | str) -> bool:
-    """Returns whether a folder has the file of a task, or the hub its set."""
+def _has(name: str, data: Path | str) -> bool:
     return TASKS[name].hub is not None if data == HUB else task_file(Path(data), name) is not None
 
 
 def _there(name: str, data: Path | str) -> str:
     stand_in = STAND_INS.get(name)
-    return stand_in if stand_in and not has_data(name, data) and has_data(stand_in, data) else name
+    return stand_in if stand_in and not _has(name, data) and _has(stand_in, data) else name
 
 
 def encoder_of(restored: Restored, context: int | None = None) -> Encoder:

@@ -46,7 +46,7 @@ class Layer(nn.Module):
     keys, routers). Values and experts read the raw residual, so an update scales with the residual
     it joins. Pre-layernorm: everything reads the normalised rows. Post-layernorm: everything reads
     the residual, and the norm follows the addition. Sandwich also normalises after each addition,
-    branch the output before it.
+    branch each output before it. Output normalises each output and nothing else.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Layer(nn.Module):
         self.norm, self._has_own_parts = config.norm, bool(config.own_parts)
         self.backend = backend
         new_norm = partial(make_norm, config.norm_layer, config.norm_eps)
-        self.attention_norm = new_norm(config.d_model)
+        has_norm = config.norm != "output"
+        self.attention_norm = new_norm(config.d_model) if has_norm else None
         self.attention = make_attention(config, initializers, member, backend=backend)
         sparse = config.has_experts(member)
         # A dense feed-forward has no router, so nothing would read its norm under peri-layernorm.
-        self.feed_forward_norm = (
-            new_norm(config.d_model) if sparse or config.norm != "peri" else None
-        )
+        has_norm = has_norm and (sparse or config.norm != "peri")
+        self.feed_forward_norm = new_norm(config.d_model) if has_norm else None
         if sparse:
             self.feed_forward = SparseFeedForward(config, initializers, backend=backend)
         else:
@@ -75,7 +75,7 @@ class Layer(nn.Module):
                 down_init=initializers.dense(config.feed_forward.d_feed_forward, is_output=True),
             )
         self.attention_output_norm = self.feed_forward_output_norm = None
-        if config.norm in ("sandwich", "branch"):
+        if config.norm in ("sandwich", "branch", "output"):
             self.attention_output_norm = new_norm(config.d_model)
             self.feed_forward_output_norm = new_norm(config.d_model)
 
@@ -176,11 +176,12 @@ class Layer(nn.Module):
         self, x_BSD: Tensor, y_BSD: Tensor, output_norm: nn.Module | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream and the output that the next `_read` adds to it; None: nothing."""
-        if output_norm is not None and self.norm == "branch":
+        is_branch = self.norm in ("branch", "output")
+        if output_norm is not None and is_branch:
             y_BSD = output_norm(y_BSD)
         if scale != 1:
             y_BSD = scale * y_BSD
-        if output_norm is None or self.norm == "branch":
+        if output_norm is None or is_branch:
             return x_BSD, y_BSD
         return output_norm(x_BSD + y_BSD), None
 

@@ -15,7 +15,6 @@ Legend: S positions, D model width, W heads × their channels, F hidden width of
 experts, K of them chosen.
 """
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
@@ -36,16 +35,16 @@ from .loops.depth import shares_of_depths
 from .moe import SparseFeedForward, SparseLayer
 from .transformer import Transformer
 
-# FLOP/s of dense products in bfloat16, and in float32 without TF32; planning/hardware.py has the sources.
+# FLOP/s of dense products in bfloat16, and in float32 without TF32, by the driver's name: those of
+# planning/hardware.py, which has the sources. Cards with PCIe and parts of a GPU are slower.
 PEAKS = {
-    "A100": (312e12, 19.5e12),
-    "H100": (989e12, 67e12),
-    "H200": (989e12, 67e12),
-    "B200": (2.25e15, 80e12),
-    "GB200": (2.25e15, 80e12),
+    "NVIDIA A100-SXM4-40GB": (312e12, 19.5e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 67e12),
+    "NVIDIA H200": (989e12, 67e12),
+    "NVIDIA B200": (2.25e15, 80e12),
+    "NVIDIA GB200": (2.25e15, 80e12),
 }
-# The driver's names of whole GPUs on SXM boards and in racks; cards and parts of a GPU are slower.
-_GPU = re.compile(rf"(?:NVIDIA )?({'|'.join(PEAKS)})(?:[ -](?:SXM\d?|HBM3|\d+GB))*")
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,6 @@ def _at_depth(config: ModelConfig, seq_len: int) -> Flops:
     if config.halting is not None:
         parts += [Flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(layers) - 1)
     return sum(parts, Flops(read_out=2 * config.d_model * config.vocab_size))
-
-
-def peak_flops(gpu: str, dtype: torch.dtype) -> float | None:
-    """Returns the peak FLOP/s of products on a GPU, by the driver's name for it; None: unknown."""
-    known = _GPU.fullmatch(gpu)
-    return PEAKS[known[1]][dtype == torch.float32] if known else None
 
 
 def is_upper_bound(config: ModelConfig) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.files import fault, read_regular
-from ..model.cost import PEAKS
 
 
 @dataclass(frozen=True)
@@ -127,20 +126,17 @@ _GPU: Figures = {
     "straggler": (0.015, f"1–2 % of a step; the slowest of n ranks is σ·√(2 ln n) late: {_OURS}"),
 }
 _AMPERE = _GPU | {
-    "peak_bf16": (PEAKS["A100"][0], _data_sheet("A100 SXM")),
-    "peak_fp32": (
-        PEAKS["A100"][1],
-        f"{_data_sheet('A100 SXM')}; without TF32, as in float32 training",
-    ),
+    "peak_bf16": (312e12, _data_sheet("A100 SXM")),
+    "peak_fp32": (19.5e12, f"{_data_sheet('A100 SXM')}; without TF32, as in float32 training"),
     "memory_bytes": (80e9, _data_sheet("A100 SXM")),
     "memory_bandwidth": (2.039e12, _data_sheet("A100 SXM")),
     "fast_bandwidth": (300e9, f"{_data_sheet('A100 SXM')}: NVLink3, 600 GB/s both ways"),
     "slow_bandwidth": (25e9, "HDR InfiniBand, 200 Gb/s, one adapter per GPU"),
 }
 _HOPPER = _GPU | {
-    "peak_bf16": (PEAKS["H100"][0], _data_sheet("H100 SXM and H200 SXM")),
+    "peak_bf16": (989e12, _data_sheet("H100 SXM and H200 SXM")),
     "peak_fp32": (
-        PEAKS["H100"][1],
+        67e12,
         f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as in float32 training",
     ),
     "fast_bandwidth": (
@@ -156,8 +152,8 @@ _BLACKWELL = _GPU | {
         "are then predicted within 10 %: the same on 128, and DeepSeek-V3 on 256 B200 with DeepEP "
         "(pytorch.org, 2026-03: 859). It describes that software rather than the machine",
     ),
-    "peak_bf16": (PEAKS["B200"][0], _UNCHECKED),
-    "peak_fp32": (PEAKS["B200"][1], _UNCHECKED),
+    "peak_bf16": (2.25e15, _UNCHECKED),
+    "peak_fp32": (80e12, _UNCHECKED),
     "memory_bytes": (180e9, _UNCHECKED),
     "memory_bandwidth": (8.0e12, _UNCHECKED),
     "fast_bandwidth": (900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),

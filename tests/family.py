@@ -21,7 +21,7 @@ from moebius.train.recipes.family import FAMILY
 from moebius.train.recipes.hub import HUB_SMALL
 
 # Of other people's models those that together have every block
-OTHERS = ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe")
+OTHERS = ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "olmo2")
 MODELS = FAMILY | {f"{name}_small": HUB_SMALL[f"{name}_small"] for name in OTHERS}
 NAMES = tuple(MODELS)
 VOCABULARY = 61

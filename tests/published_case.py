@@ -14,13 +14,15 @@ from torch import Tensor
 from moebius.model.transformer import Transformer
 from moebius.train.families.table import FolderPlan, open_family, shapes_of
 
-RECORDED = tuple(
+MIXTURES = tuple(
     f"hf_{name}_a"
     for name in (
         *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
         *("gpt_oss", "granitemoe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"),
     )
 )
+DENSE = tuple(f"hf_{name}_a" for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2"))
+RECORDED = MIXTURES + DENSE
 AWKWARD = tuple(
     f"hf_folders_a/{name}"
     for name in ("qwen3_moe_sharded", "qwen3_moe_fused", "deepseek_v3_mtp", "gpt_oss_mxfp4")
@@ -60,6 +62,12 @@ def model_of(plan: FolderPlan, *, backend: str = "auto", **changes: Any) -> Tran
 def recorded_model(name: str, **changes: Any) -> Transformer:
     """Builds the model of a recorded folder."""
     return model_of(open_family(folder_of(name)), **changes)
+
+
+def unbalanced_model(name: str, **changes: Any) -> Transformer:
+    """Builds the model of a recorded folder without a balancing loss."""
+    more = {} if name in DENSE else {"feed_forward__router__balance": 0.0}
+    return recorded_model(name, **more, **changes)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ VARIANTS = {
             "attention.single_expert": "gated_experts",
         }
     ),
+    "norms of outputs": ODD.changed({"norm": "output"}),
     "post-norm": ODD.changed({"norm": "post"}),
     "aabb": ODD.changed({"order": "aabb"}),
     "learned positions": ODD.changed(

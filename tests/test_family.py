@@ -40,6 +40,7 @@ from moebius.train.config.run_config import Config
 from moebius.train.loss import micro_batch_loss
 from moebius.train.recipes.hub import HUB_SMALL
 
+DENSE_MESH = {"dp_shard": 2, "dp_replicate": 2, "sharding": "fsdp"}
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 MIDWAY = "checkpoints/step_00000002"
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
@@ -292,7 +293,7 @@ def test_other_peoples_models_learn_under_ep_2_and_resume_with_the_same_bits(
         optim={"learning_rate": 1e-2, "clip_norm": 1.0},
         train=sizes,
         checkpoint__every=8,
-        mesh={"ep": 2, "dp_replicate": 2},
+        mesh={"ep": 2, "dp_replicate": 2} if model.experts else DENSE_MESH,
     )
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     run_ranks(run_training, RANKS, config, whole, timeout_s=240)

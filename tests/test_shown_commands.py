@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chat_folder import folder_of
@@ -32,9 +33,11 @@ from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.layout import MeshConfig
+from moebius.evaluation.while_training import Examiner
 from moebius.model.transformer import Transformer
 from moebius.train import loop
 from moebius.train.config.run_config import Config, JobConfig
+from moebius.train.metrics.dry_run import dry_run
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import StepResult
 from tests.cluster.pretended import OK, PretendedNode
@@ -79,7 +82,9 @@ BEFORE = {
         "moebius train smoke --run-dir /shared/runs/night",
     ),
     "docs/data.md": ("moebius config own_text > mine.toml",),
-    "docs/evaluate.md": ("moebius train own_text prepare.tokenizer=./chat --run-dir runs/mine",),
+    "docs/evaluate.md": (
+        "moebius train own_text prepare.tokenizer=./chat train.average=ema --run-dir runs/mine",
+    ),
     "docs/export.md": (
         'moebius prepare --input "texts/*.txt" --output shards prepare.tokenizer=c4.model',
         "moebius train own_text data.directory=shards --run-dir runs/mine",
@@ -113,7 +118,7 @@ class Node(PretendedNode):
 
     def __init__(self, launch: Launch):
         super().__init__(Path(launch.run_dir), [self.trains])
-        self.config_file = launch.config_file
+        self.config_file, self.is_dry = launch.config_file, "--dry-run" in launch.command
 
     def trains(self, run_dir: Path) -> AgentReport:
         config = Config.load(run_dir / self.config_file)
@@ -123,7 +128,11 @@ class Node(PretendedNode):
         one_rank = {"mesh": MeshConfig(), "job": JobConfig(), "train": whole}
         os.environ["MOEBIUS_GENERATION"] = str(self.runs[0])
         try:
-            assert loop.train(config.model_copy(update=one_rank), run_dir) == "finished"
+            alone = config.model_copy(update=one_rank)
+            if self.is_dry:
+                assert dry_run(alone, run_dir) == "finished"
+            else:
+                assert loop.train(alone, run_dir, examine=Examiner()) == "finished"
         finally:
             del os.environ["MOEBIUS_GENERATION"]
         return OK
@@ -204,6 +213,8 @@ def put_things_into(folder: Path) -> None:
     (folder / "my_family.py").write_text(code_of("docs/extend.md", "NIMBUS ="))
     chats = [{"question": text, "answer": text} for text in sentences(3, 40)]
     write_lines(folder / "chats.jsonl", chats)
+    shutil.copytree(folder / "chat", folder / "tok")
+    np.full(999, 5, np.uint16).tofile(folder / "train.bin")
     (folder / "eval").mkdir()
     for name, records in {**task_files(), "set": [{"text": " ".join(map(str, range(20)))}]}.items():
         write_lines(folder / "eval" / f"{name}.jsonl", records)

@@ -15,7 +15,7 @@ from ..data_pipeline.errors import NothingToReadError
 from ..data_pipeline.files import write_atomically
 from .evaluate import evaluate
 from .metrics.run_lines import log_saved
-from .metrics.step_metrics import exchange_metrics, expert_metrics
+from .metrics.step_metrics import exchange_metrics, expert_metrics, peak_tokens_per_s
 from .optim import muon_rate
 from .record.heartbeat import Phase
 from .run import OpenRun, Run, StepResult, save
@@ -56,7 +56,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         tokens=run.progress.tokens,
         tokens_per_s=round(tokens / step_s, 1),
         step_s=round(step_s, 5),
-        **run.state.pace.facts(number, step_s, run.config, run.process),
+        **pace_of(run, step_s),
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
@@ -68,8 +68,25 @@ def log_step(run: OpenRun, result: StepResult) -> None:
 
 
 def is_logged(run: Run, number: int) -> bool:
-    """Returns whether a step will be logged, unless it is the last, which always is."""
-    return number == run.state.first_step or due(number, run.config.train.log_every)
+    """Returns whether a step will be logged, unless a stop request makes it the last."""
+    ends = run.state.first_step, run.config.train.steps
+    return number in ends or due(number, run.config.train.log_every)
+
+
+def pace_of(run: OpenRun, step_s: float) -> dict[str, float]:
+    """Returns `left_s`, the time to the run's end, and `mfu`, as far as they are known."""
+    config, state, found, step = run.config, run.state, dict[str, float](), run.progress.step
+    since = step - state.first_step
+    if since == 0:  # it compiles and fills caches
+        state.measured_from_s = time.monotonic()
+        state.peak_tokens_per_s = peak_tokens_per_s(config, run.process)
+    else:
+        each_s = (time.monotonic() - state.measured_from_s) / since
+        found["left_s"] = round((config.train.steps - step) * each_s, 1)
+    if state.peak_tokens_per_s is not None:
+        tokens = config.train.global_batch * config.data.seq_len
+        found["mfu"] = round(tokens / step_s / state.peak_tokens_per_s, 4)
+    return found
 
 
 def log_spike(run: OpenRun, result: StepResult) -> None:
@@ -108,10 +125,8 @@ def score_and_sample(run: OpenRun, result: StepResult) -> None:
     if every and (is_last or (due(step, every) and (judges or not result.stop))):
         assert run.examine is not None, "evaluate.every needs train(…, examine=Examiner())"
         run.model.before_step(step)  # a scheduled router is as the next step would use it
-        began_s = time.monotonic()
         with run.heartbeat.during(Phase.EVAL):
             run.examine(run)
-        run.state.pace.evaluations["scores"] = every, time.monotonic() - began_s
         run.restart_clock()
 
 
@@ -161,8 +176,6 @@ def evaluate_run(run: OpenRun) -> None:
             return
     if math.isfinite(result.loss):
         run.state.measured["validation"] = result.loss
-    seconds = time.monotonic() - began_s
-    run.state.pace.evaluations["validation"] = run.config.train.eval_every, seconds
     run.log.write(
         "eval",
         run.progress.step,
@@ -170,13 +183,13 @@ def evaluate_run(run: OpenRun) -> None:
         perplexity=result.perplexity,
         **average,
         tokens=result.tokens,
-        seconds=round(seconds, 3),
+        seconds=round(time.monotonic() - began_s, 3),
     )
 
 
 def evaluate_average(run: OpenRun) -> dict[str, float]:
     """Returns the validation loss of the averaged weights by its name in the log; {} without them."""
-    if not run.average.updates:
+    if not run.average.counts:
         return {}
     with run.average.in_use():
         run.model.before_step(run.progress.step)  # some routers bring their weights to a norm

@@ -135,6 +135,7 @@ def step(
         run.mesh,
         max_norm=run.config.optim.clip_norm,
         numbers=[run.end_is_requested(), not data_ready(), *loss],
+        by_part=is_logged(run, run.progress.step + 1),
     )
     run.state.data_is_late = waiting > 0
     skipped, spike = run.judge.why_skipped(grad_norm, counted_targets, global_loss)

@@ -32,7 +32,7 @@ from .config.run_config import Config, ConfigError
 from .cuda_graph import Passes, passes_of
 from .metrics.log import MetricsLog
 from .metrics.spikes import SkipPolicy, Spike
-from .metrics.step_metrics import Pace, StepClock, StepMeter
+from .metrics.step_metrics import StepClock, StepMeter
 from .metrics.step_traces import TRACES, StepTraces
 from .micro_batches import depth_facts
 from .optim import changed_numbers, optimizer_of
@@ -63,7 +63,7 @@ class StepResult:
     counted_targets: int | None
     own_s: float | None  # forward and backward here, without waiting for others; None: on a GPU
     spike: Spike | None  # if it was one; all ranks skipped its update
-    grad_norms: dict[str, float]  # by part of the model
+    grad_norms: dict[str, float]  # by part of the model, if the step is logged
 
 
 @dataclass
@@ -73,10 +73,11 @@ class RunState:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     first_step: int = 1  # of this process
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
-    pace: Pace = field(default_factory=Pace)
     saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
-    # at the present step, equal on all ranks: the loss as "validation", accuracies by tasks' names
+    measured_from_s: float = 0.0  # when the first step of this process was logged
+    peak_tokens_per_s: float | None = None  # of all ranks, at an MFU of 1; None: unknown
+    # of this step, equal on all ranks: the loss as "validation", accuracies by tasks' names
     measured: dict[str, float] = field(default_factory=dict)
 
 
@@ -267,15 +268,13 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     run.expert_placement.restore(meta.get("experts", {}))
     if updates := meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
-    run.average.allocate(meta.get("average", {}).get("kind"))
-    imported = not updates  # old imports have zero moments
+    more = not run.average.restore(meta) or not updates  # old imports have zero moments
     state = state_tensors(run.model, run.optimizer)
-    found.load(*state, mesh=run.mesh, allow_unexpected=imported)
+    found.load(*state, mesh=run.mesh, allow_unexpected=more)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])
-    run.average.adopt(meta)
     run.judge.restore(meta.get("spikes", {}))
     return meta
 

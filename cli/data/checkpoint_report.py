@@ -59,10 +59,10 @@ def _why_kept(checkpoints: Sequence[Path]) -> dict[str, str]:
     try:
         section = read_meta(checkpoints[-1]).meta["config"]["checkpoint"]
         config = CheckpointConfig.model_validate(section)
-    except (ValueError, LookupError, TypeError):
+        read = reads_in(checkpoints[-1].parent)
+        return config.why_kept([path.name for path in checkpoints], read)
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
-    names = [path.name for path in checkpoints]
-    return config.why_kept(names, reads_in(checkpoints[-1].parent))
 
 
 def _row(checkpoint: Path, kept: str | None, *, is_of_run: bool) -> tuple[str | Text, ...]:

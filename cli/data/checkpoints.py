@@ -192,8 +192,6 @@ def _import(options: argparse.Namespace) -> int:
 
     name, overrides = options.name, options.overrides
     if options.file.is_dir():
-        if name and "=" in name:
-            name, overrides = None, [name, *overrides]
         print_plain(
             import_folder(options.file, options.out, name, overrides, family=options.family)
         )

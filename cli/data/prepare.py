@@ -51,6 +51,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         metavar="TEXT",
         default=[],
         help=".txt, .md, .jsonl, .json (.gz, .zst), .parquet, .arrow: files, folders, globs, URLs; "
@@ -59,6 +60,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--tokens",
         nargs="+",
+        action="extend",
         metavar="FILE",
         default=[],
         help="files of ids that --tokenizer has made: .bin of Megatron-LM (with .idx), llm.c or "

@@ -1,11 +1,8 @@
 """`moebius eval`, `chat` and `lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
-import io
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,11 +17,10 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {"tokens": 100, "temperature": 0.8, "top_p": 1.0, "draws": 1, "seed": 0}
 _NEEDS = {  # options that only some measurements read
-    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item"), ("tasks",)),
+    **dict.fromkeys(("data", "limit", "context", "too_long", "per_item", "json"), ("tasks",)),
     **dict.fromkeys(("chat", "tokens", "temperature", "top_p", "cache_loops"), ("prompt",)),
     "draws": ("tasks", "score"),
-    "seed": ("tasks", "score", "prompt", "text"),
-    "json": ("tasks", "text"),
+    "seed": ("tasks", "score", "prompt"),
     "per_document": ("text",),
 }
 
@@ -186,9 +182,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--per-item", type=Path, metavar="FILE.parquet", help="write what each item scored"
     )
-    group.add_argument(
-        "--json", action="store_true", help="everything as a JSON object; also of --text"
-    )
+    group.add_argument("--json", action="store_true", help="everything as a JSON object")
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -238,6 +232,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _over_loops(options: argparse.Namespace) -> int:
     """Measures the loss, or the tasks, with every number of loops."""
+    from ...distributed.checkpoint.format import find_checkpoint
     from ...evaluation.over_loops import draw, measure_over_loops, table_of
 
     for name in ("prompt", "score", "text", "json", "per_item"):
@@ -247,9 +242,9 @@ def _over_loops(options: argparse.Namespace) -> int:
                 f"{option} takes one number of --loops: {options.loops[0]}, for example"
             )
     scores = None if options.tasks is None else partial(_scores, options)
-    found = measure_over_loops(
-        options.path, options.loops, step=options.step, scores=scores, weights=options.weights
-    )
+    # one checkpoint, also of a run that saves meanwhile
+    options.path, options.step = find_checkpoint(options.path, options.step), None
+    found = measure_over_loops(options.path, options.loops, scores=scores, weights=options.weights)
     screen = console()
     screen.print(table_of(found))
     screen.print(f"picture: {draw(found, options.path)}", soft_wrap=True, highlight=False)
@@ -304,22 +299,15 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _measure_windows(options: argparse.Namespace) -> None:
     """Measures the loss on files, or over overlapping windows; rank 0 prints it."""
-    import json
-
-    from ...evaluation.perplexity import measure_sliding, measure_text
+    from ...evaluation.perplexity import measure_sliding
     from ..console import progress_bars
-    from .evaluate_report import plain_loss
 
+    asked = {"stride": options.stride, "files": options.text, **_which(options)}
     with progress_bars(of_rows=options.text is None) as start_progress:
-        given: dict[str, Any] = {**_which(options), "start_progress": start_progress}
-        if options.text is None:
-            found = measure_sliding(options.path, stride=options.stride, **given)
-        else:
-            found = measure_text(options.path, options.text, seed=options.seed, **given)
-    if found is None:  # only rank 0 has it
-        return
-    for one in (*found.documents, found) if options.per_document else (found,):
-        print_plain(json.dumps(plain_loss(one)) if options.json else one)
+        found = measure_sliding(options.path, start_progress=start_progress, **asked)
+    if found is not None:  # only rank 0 has it
+        for one in (*(found.documents if options.per_document else ()), found):
+            print_plain(one)
 
 
 def _score(options: argparse.Namespace) -> None:
@@ -335,7 +323,6 @@ def _write(options: argparse.Namespace) -> None:
     asked = {"seed": options.seed, "cache_loops": options.cache_loops, "chat": options.chat}
     sampling = _sampling(options)
     _show(write_text(_restored(options), options.prompt, **asked, **sampling))
-    print()
 
 
 def _show(pieces: Iterator[str]) -> None:
@@ -344,6 +331,7 @@ def _show(pieces: Iterator[str]) -> None:
 
     for piece in pieces:
         print(escaped(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    print(flush=True)
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -359,45 +347,31 @@ def _chat(options: argparse.Namespace) -> int:
     """Answers prompt after prompt; returns 2 if one could not be answered."""
     from ...evaluation.text import Conversation
 
-    sampling, seeds = _sampling(options), count(options.seed)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("chat answers in one process: start it without torchrun")
-    conversation, code = Conversation(_restored(options)), 0
+    sampling, code = _sampling(options), 0
+    conversation, is_terminal = Conversation(_restored(options)), sys.stdin.isatty()
     if conversation.template is None:
         told = f"{options.path} has no chat template: the model continues your text"
         print_message("note", told, style="bold")
-    is_terminal = _opens_input()
-    while sys.stdin is not None:
+    for seed in count(options.seed):
         try:
             prompt = input("> " if is_terminal else "")
-            if (word := prompt.strip()) == "/exit":
-                break
-            if word == "/reset":
-                conversation.turns.clear()
-            if word in ("", "/reset"):
-                continue
-            _show(conversation.answer(prompt, seed=next(seeds), **sampling))
+            match prompt.strip():
+                case "/exit":
+                    break
+                case "/reset":
+                    conversation.turns.clear()
+                case word if word:
+                    _show(conversation.answer(prompt, seed=seed, **sampling))
         except EOFError:
             break
         except KeyboardInterrupt:  # ends the line or the answer
             if not is_terminal:
                 raise
+            print()
         except ValueError as error:
             print_message("error", str(error))
             code = 2
-        print(flush=True)
     return code
-
-
-def _opens_input() -> bool:
-    """Lets a terminal's line be edited, or a pipe hold any bytes; returns whether it is a terminal."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if is_terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401 - `input` uses it
-    return is_terminal
 
 
 def _restored(options: argparse.Namespace) -> "Restored":

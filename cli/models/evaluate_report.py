@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...evaluation.perplexity import SlidingMeasurement
 from ...evaluation.tasks.table import STAND_INS
 from ...evaluation.tasks.task import PAPER
 from ...evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
@@ -32,14 +31,6 @@ def plain_report(report: ZeroShotReport) -> dict[str, Any]:
         "is_subset": any(map(_is_subset, report.tasks)),
     }
     return _finite(found)
-
-
-def plain_loss(found: SlidingMeasurement) -> dict[str, Any]:
-    """Returns the loss of files, or of a document, as JSON values."""
-    names = ("step", "context", "tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
-    of_text = {"text": found.split, "documents": len(found.documents)}
-    what = of_text if found.documents else {"document": found.split}
-    return what | {name: getattr(found, name) for name in names}
 
 
 def _finite(value: Any) -> Any:

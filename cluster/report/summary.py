@@ -79,8 +79,8 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         loss = history.average[max(history.average)]
         rows.append(("averaged weights", f"{loss:.4f}   (perplexity {_exp(loss)})"))
     if history.scores:
-        words = ", ".join(_score(task, values) for task, values in history.scores.items())
-        rows.append(("scores", words))
+        scores = (f"{task} {found[max(found)]:.3f}" for task, found in history.scores.items())
+        rows.append(("scores", ", ".join(scores)))
     if history.step is not None:
         rows.append(("training", _training(status, history)))
     if (record := last_record(status.run_dir)) is not None:
@@ -94,11 +94,6 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
     if picture is not None:
         rows.append(("picture", str(picture)))
     return rows
-
-
-def _score(task: str, accuracy: Mapping[int, float]) -> str:
-    first, last = accuracy[min(accuracy)], accuracy[max(accuracy)]
-    return f"{task} {last:.3f}" if len(accuracy) == 1 else f"{task} {first:.3f} → {last:.3f}"
 
 
 def _training(status: JobStatus, history: History) -> str:
@@ -162,8 +157,8 @@ def draw_summary(run_dir: Path) -> Path:
     from matplotlib.figure import Figure
 
     history = read_history(run_dir)
-    path, heights = run_dir / PICTURE, [4.6, 1.8]
-    heights += [3.0] * (bool(history.scores) + bool(history.hottest))
+    path, more = run_dir / PICTURE, bool(history.scores) + bool(history.hottest)
+    heights = [4.6, 1.8, *[3.0] * more]
     figure: Any = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     rows = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -219,10 +214,6 @@ def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection
                 fontsize=11,
                 fontweight="bold",
             )
-    if history.average:
-        style = {"color": _VALIDATION, "markersize": 5, "linewidth": 1.2, "linestyle": "--"}
-        averages = zip(*sorted(history.average.items()), strict=True)
-        axes.plot(*averages, marker="s", label="validation, averaged weights", **style)
     axes.margins(x=0.01, y=0.12)
     labelled = set[str]()
     for start in history.restarts:
@@ -231,14 +222,14 @@ def _draw_loss(axes: Any, history: History, *, title: str, continued: Collection
         label = None if name in labelled else name
         axes.axvline(start.reached or 0, label=label, **style)
         labelled.add(name)
-    axes.legend(frameon=False, fontsize=10.5, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(frameon=False, fontsize=10.5, ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_scores(axes: Any, history: History) -> None:
     _label(axes, "scores on zero-shot tasks", "accuracy")
     for task, accuracy in history.scores.items():
-        steps = sorted(accuracy)
-        axes.plot(steps, [accuracy[step] for step in steps], "o-", markersize=5, label=task)
+        curve = zip(*sorted(accuracy.items()), strict=True)
+        axes.plot(*curve, marker="o", markersize=5, label=task)
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=10.5, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 

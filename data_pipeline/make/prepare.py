@@ -224,7 +224,6 @@ class _Preparation:
         }
         self._out: dict[int, tuple[_Stage, int]] = {}
         self._scanned: set[int] = set()
-        self._has_tokens = any(unit.has_tokens for unit in units)
         self._num_chosen = self._num_made = 0
         self._last_units = {unit.source: index for index, unit in enumerate(units)}
         self._spilled: list[int] = []
@@ -511,8 +510,6 @@ class _Preparation:
         )
 
     def _commit_in_order(self) -> None:
-        if self._has_tokens and self._num_chosen < len(self._units):
-            return  # a wrong id may follow, and nothing made of such a file is published
         while self._to_commit:
             position, unit = self._to_commit[0]
             if position in self._shards:

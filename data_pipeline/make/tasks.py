@@ -31,7 +31,7 @@ from ..atomic import atomic_write, make_durable, read_record, write_record
 from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError, ShardError
 from ..manifest import SPLITS, UNFINISHED, ShardEntry, Split, index_name, shard_name
-from ..prepare_config import PrepareConfig, SourceConfig
+from ..prepare_config import TOKENS, PrepareConfig, SourceConfig
 from ..read.token_store import shard_schema, token_dtype, verify_shard
 from ..shards import ShardWriter, TokenDocument, shard_metadata
 from ..sources.documents import Document
@@ -125,8 +125,8 @@ def _composed(text: str) -> str:
 def _documents(task: UnitTask) -> Iterator[Document]:
     """Yields the normalised documents of a unit."""
     source, faults = task.source, task.config.encoding_faults
-    tokenizer = tokenizer_of(task.directory) if task.unit.has_tokens else None
     for split in task.unit.splits:
+        tokenizer = tokenizer_of(task.directory) if split.kind == TOKENS else None
         for document in read_documents(split, source, encoding_faults=faults, tokenizer=tokenizer):
             yield normalised_document(document, has_prompt=source.has_loss_mask)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ...plugins import PYTHON, import_own, named_function
-from ..prepare_config import TOKENS, PrepareConfig
+from ..prepare_config import PrepareConfig
 from ..sources.documents import InputSplit, Role
 from ..sources.formats import plan_splits
 
@@ -36,11 +36,6 @@ class Unit:
     def role(self) -> Role:
         """Returns the side of its documents."""
         return self.splits[0].role
-
-    @property
-    def has_tokens(self) -> bool:
-        """Returns whether some of its splits are of token files."""
-        return any(split.kind == TOKENS for split in self.splits)
 
     @property
     def num_bytes(self) -> int:

@@ -86,8 +86,7 @@ def giving(data: DataConfig, dataset: object, *, vocab_size: int) -> Iterator[Da
         fetch = partial(_rows, each, name, data.seq_len, vocab_size)
         rows[split] = GivenRows(size, size * data.seq_len, fetch)
     named = data.model_copy(update={"dataset": digest_of(rows), "directory": ""})
-    # in a folder of mode 0700; as many ranks as that may ask at once
-    with Listener(family="AF_UNIX", backlog=1024) as listener:
+    with _listener() as listener:
         os.environ[ADDRESS] = address = str(listener.address)
         threading.Thread(target=_serve, args=(listener, rows), daemon=True).start()
         try:
@@ -97,6 +96,18 @@ def giving(data: DataConfig, dataset: object, *, vocab_size: int) -> Iterator[Da
             rows.clear()
             with suppress(OSError):  # the socket is gone
                 Client(address, family="AF_UNIX").close()  # wakes the thread, which ends
+
+
+def _listener() -> Listener:
+    """Returns a socket in a folder of mode 0700, which as many ranks as 1,024 may ask at once."""
+    if ADDRESS in os.environ:
+        raise DataError("this program gives rows to a run already: wait until that fit has ended")
+    try:
+        return Listener(family="AF_UNIX", backlog=1024)
+    except OSError as error:  # of a path of over 107 bytes
+        raise DataError(
+            f"a socket cannot be made in the temporary folder ({error}): set TMPDIR to a shorter path"
+        ) from None
 
 
 def given_rows(data: DataConfig) -> dict[str, GivenRows]:

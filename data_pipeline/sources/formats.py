@@ -160,8 +160,6 @@ def _expand(
     for file in found:
         kind = kind_of(file.url, forced)
         if kind is None:
-            if file.url.endswith((".bin", ".npy")):
-                advice += f"; {TOKENS}{file.url} reads ids of a tokenizer"
             raise InputError(f"input {file.url!r} has an unknown suffix: {advice}")
         yield file, kind
 

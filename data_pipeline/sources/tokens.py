@@ -16,101 +16,96 @@ pyarrow reads as it reads others; importing `datasets` takes a second and adds n
 """
 
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from glob import has_magic
 from itertools import pairwise
-from typing import IO
+from typing import NamedTuple
 
 import numpy as np
 
 from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError
-from ..files import json_object
 from ..prepare_config import TOKENS
 from ..read.token_store import token_dtype
 from ..tokenizers.interface import Tokenizer
 from ..words import some_of
 from .columns import record_batch_ranges, token_rows
 from .documents import Document, InputSplit, SplitRange, byte_ranges, even_ranges
-from .files import FoundFile, content_of, find_files, opened
+from .files import FoundFile, find_files, opened
 from .records import RecordRules
 
+_COUNTED = re.compile(r"(.*-)\d{5}-of-(\d{5})\.arrow")  # as `datasets` names its files
 _MAX_DOCUMENT_IDS = MAX_DOCUMENT_BYTES // 4
-_SUFFIXES = (".bin", ".npy", ".arrow")
+_ARROW = ".arrow"
+_SUFFIXES = (".bin", ".npy", _ARROW)
 _BLOCK_IDS = 2**18
 _ALIGNED = 8  # bytes, so that a range begins with an id of any width
-_LLM_C = {  # by its magic: its version, and the type of its ids
-    struct.pack("<i", 20240520): (1, np.dtype("<u2")),
-    struct.pack("<i", 20240801): (7, np.dtype("<u4")),
-}
+_LLM_C = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # by magic: version, ids
 _LLM_C_BYTES = 1024
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, bounds of documents
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """Says where the ids of a file lie: in one stream, or in records."""
 
     dtype: np.dtype
     num_bytes: int  # of the ids
-    num_header_bytes: int = 0
+    offset: int = 0  # of the first one, in bytes
     edges: range | np.ndarray | None = None  # of records: the first id of each, and the end
 
 
 # ---- files
 
 
-def token_files(name: str) -> Iterator[FoundFile]:
-    """Yields the files of a name after `tokens:`.
+def token_files(name: str) -> list[FoundFile]:
+    """Returns the files of a name after `tokens:`.
 
     Raises:
-        InputError: there is none, or its name does not say what it is.
+        InputError: there is none, its name does not say what it is, or a folder holds several inputs.
     """
     if not name:  # which would be the working folder
         raise InputError(f"{TOKENS} names no file: write {TOKENS}FILE (--tokens FILE)")
-    if name.endswith(".idx"):
-        name = name.removesuffix(".idx") + ".bin"
-    saved = [] if _is_named(name) else _saved_files(name)
-    for pattern in saved or [name]:
-        found, _ = find_files(pattern, _is_named)
-        files = [file for file in found if not file.url.endswith(".idx")]  # parts of those beside
-        wrong = [file.url for file in files if not _is_named(file.url)] if files else [pattern]
-        if wrong:
+    found, _ = find_files(name, _is_named)
+    wrong = [file.url for file in found if not _is_named(file.url)]
+    if wrong or not found:
+        raise InputError(
+            f"{(wrong or [name])[0]} is not named as a token file ({some_of(_SUFFIXES)}), nor is a "
+            "file in it: rename it, or prepare its text with --input"
+        )
+    folders = sorted({os.path.dirname(file.url) for file in found})
+    if len(folders) > 1 and not has_magic(name):
+        raise InputError(
+            f"{name} holds token files in {len(folders)} folders: name one, such as {TOKENS}{folders[-1]}"
+        )
+    if not has_magic(name) and not _is_named(name):
+        _refuse_missing(found)
+    return found
+
+
+def _refuse_missing(found: list[FoundFile]) -> None:
+    """Refuses a folder that lacks one of the files of `save_to_disk`, which count themselves."""
+    names = [os.path.basename(file.url) for file in found]
+    for name in names:
+        match = _COUNTED.fullmatch(name)
+        wanted = (
+            [f"{match[1]}{n:05}-of-{match[2]}{_ARROW}" for n in range(int(match[2]))]
+            if match
+            else []
+        )
+        if missing := {*wanted} - {*names}:
             raise InputError(
-                f"{wrong[0]} is not named as a token file ({some_of(_SUFFIXES)}), nor is a file in "
-                "it: rename it, or prepare its text with --input"
+                f"{os.path.dirname(found[0].url)} lacks {some_of(sorted(missing))}: copy the folder again"
             )
-        yield from files
 
 
 def _is_named(url: str) -> bool:
-    return url.lower().endswith(_SUFFIXES)
-
-
-def _is_arrow(url: str) -> bool:
-    return url.lower().endswith(".arrow")
-
-
-def _saved_files(folder: str) -> list[str]:
-    """Returns the files that `Dataset.save_to_disk` wrote, in order; none in another folder."""
-    if content_of(f"{folder}/dataset_dict.json") is not None:
-        raise InputError(f"{folder} holds several splits: name one, such as {TOKENS}{folder}/train")
-    where = f"{folder}/state.json"
-    if (content := content_of(where)) is None:
-        return []
-    try:
-        names = [str(one["filename"]) for one in json_object(content, where)["_data_files"]]
-    except (ValueError, LookupError, TypeError):
-        names = ["nothing"]
-    if not all(_is_arrow(name) and "/" not in name for name in names):
-        raise InputError(
-            f"{where} lists {some_of(names)}, not .arrow files beside it: save the dataset again"
-        )
-    return [f"{folder}/{name}" for name in names]
+    # `datasets` computes cache-*.arrow beside the files of save_to_disk
+    return url.lower().endswith(_SUFFIXES) and not os.path.basename(url).startswith("cache-")
 
 
 def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
@@ -121,7 +116,7 @@ def token_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
     """
     if not size:
         raise InputError(f"{url} is empty: leave it out, or write its ids again")
-    if _is_arrow(url):
+    if url.lower().endswith(_ARROW):
         yield from record_batch_ranges(url, size, split_bytes)
         return
     layout = _layout(url, size)
@@ -139,7 +134,7 @@ def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]
         InputError: an id is not in the vocabulary, or the file is damaged.
     """
     tokenizer = rules.tokenizer
-    assert tokenizer is not None, "only a preparation has token files"
+    assert tokenizer is not None, "who reads token files has a tokenizer"
     for row, tokens in enumerate(_documents(split, tokenizer)):
         yield Document(tokenizer.decode(tokens), split.file_name, row, tokens=tokens)
 
@@ -148,31 +143,26 @@ def read_token_file(split: InputSplit, rules: RecordRules) -> Iterator[Document]
 
 
 def _documents(split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    if _is_arrow(split.url):
+    if split.url.lower().endswith(_ARROW):
         for row, ids in enumerate(token_rows(split)):
             yield from _cut([ids], tokenizer, f"{split.label}, row {row:,}")
         return
     layout = _layout(split.url, split.size, tokenizer)
-    with opened(split.url, split.size) as file:
-        if layout.edges is None:
-            yield from _of_stream(file, layout, split, tokenizer)
-            return
-        for first, last in pairwise(map(int, layout.edges[split.start : split.stop + 1])):
-            yield from _cut(_blocks(file, layout, first, last), tokenizer, split.url, first)
+    if layout.edges is None:
+        yield from _of_stream(layout, split, tokenizer)
+        return
+    for first, last in pairwise(map(int, layout.edges[split.start : split.stop + 1])):
+        yield from _cut(_blocks(split.url, layout, first, last), tokenizer, split.url, first)
 
 
-def _blocks(file: IO[bytes], layout: _Layout, first: int, last: int) -> Iterator[np.ndarray]:
+def _blocks(url: str, layout: _Layout, first: int, last: int) -> Iterator[np.ndarray]:
     """Yields ids [first, last) of a file, some at a time."""
-    width = layout.dtype.itemsize
-    file.seek(layout.num_header_bytes + first * width)
     for start in range(first, last, _BLOCK_IDS):
-        data = file.read(min(_BLOCK_IDS, last - start) * width)
-        yield np.frombuffer(data, layout.dtype)
+        place = layout.offset + start * layout.dtype.itemsize
+        yield np.fromfile(url, layout.dtype, min(_BLOCK_IDS, last - start), offset=place)
 
 
-def _of_stream(
-    file: IO[bytes], layout: _Layout, split: InputSplit, tokenizer: Tokenizer
-) -> Iterator[np.ndarray]:
+def _of_stream(layout: _Layout, split: InputSplit, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yields the documents that begin in a byte range of a stream.
 
     Some programs write the end of a document in front of each; none lies before the first.
@@ -180,7 +170,7 @@ def _of_stream(
     width = layout.dtype.itemsize
     first, last = split.start // width, -(-split.stop // width)
     place = max(0, first - 1)  # a document that begins at `first` follows an end
-    blocks = _blocks(file, layout, place, layout.num_bytes // width)
+    blocks = _blocks(split.url, layout, place, layout.num_bytes // width)
     for document in _cut(blocks, tokenizer, split.url, place):
         if place >= last:
             return
@@ -190,14 +180,21 @@ def _of_stream(
 
 
 def _cut(
-    blocks: Iterable[np.ndarray], tokenizer: Tokenizer, where: str, start: int = 0
+    blocks: Iterable[np.ndarray], tokenizer: Tokenizer, where: str, number: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yields the documents in ids from number `start` on, without the ends that cut them apart."""
+    """Yields the documents in ids from `number` on, without the ends that cut them apart."""
     end, size = tokenizer.end_of_document_id, 0
     pending: list[np.ndarray] = []
     for found in blocks:
-        _check(found, start, tokenizer.vocab_size, where)
-        start += len(found)
+        wrong = (found < 0) | (found >= tokenizer.vocab_size)
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            raise InputError(
+                f"{where}: id {number + index:,} is {found[index]}, but the tokenizer has the ids 0 to "
+                f"{tokenizer.vocab_size - 1}: use the tokenizer that made the file, or save ids of "
+                "another width as .npy"
+            )
+        number += len(found)
         block = found.astype(token_dtype(tokenizer.vocab_size))
         *whole, rest = np.split(block, np.flatnonzero(block == end) + 1)
         for piece in whole:
@@ -215,17 +212,6 @@ def _cut(
         yield np.concatenate(pending)
 
 
-def _check(ids: np.ndarray, start: int, vocab_size: int, where: str) -> None:
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        raise InputError(
-            f"{where}: id {start + index:,} is {ids[index]}, but the tokenizer has the ids 0 to "
-            f"{vocab_size - 1}: name the tokenizer that made the file (--tokenizer), or save ids of "
-            "another width as .npy"
-        )
-
-
 # ---- layouts
 
 
@@ -239,31 +225,25 @@ def _layout(url: str, size: int, tokenizer: Tokenizer | None = None) -> _Layout:
         return _npy(url, size)
     if os.path.exists(index := f"{url[:-4]}.idx"):
         return _megatron(index, size, os.stat(index).st_mtime_ns)
-    if head[:4] in _LLM_C:
-        return _llm_c(url, size, head)
+    magic, version, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
+    if magic in _LLM_C:
+        wanted, dtype = _LLM_C[magic]
+        if (version, _LLM_C_BYTES + count * dtype.itemsize) != (wanted, size):
+            raise InputError(
+                f"{url} of {size:,} bytes has llm.c's header, version {version}, of {count:,} ids of "
+                f"{dtype}: it must be version {wanted} and whole; copy it again"
+            )
+        return _Layout(dtype, size - _LLM_C_BYTES, _LLM_C_BYTES)
     dtype = token_dtype(tokenizer.vocab_size if tokenizer else 1).newbyteorder("<")
     ids = np.frombuffer(head[: len(head) // 8 * 8], dtype)
     is_wider = tokenizer is not None and len(ids) > 3 and ids.any() and not ids[1::2].any()
     if is_wider or size % dtype.itemsize:
-        why = f"{size:,} bytes are no whole number of them"
+        why = "every second one is 0" if is_wider else f"{size:,} bytes are no whole number of them"
         raise InputError(
-            f"{url} would hold ids of {dtype.itemsize} bytes, but "
-            f"{'every second one is 0' if is_wider else why}: copy it again, or save ids of another "
-            'width with their type: numpy.save("FILE.npy", numpy.fromfile("FILE", "uint32"))'
+            f"{url} would hold ids of {dtype.itemsize} bytes, but {why}: copy it again, or save ids of "
+            'another width with their type: numpy.save("FILE.npy", numpy.fromfile("FILE", "uint32"))'
         )
     return _Layout(dtype, size)
-
-
-def _llm_c(url: str, size: int, head: bytes) -> _Layout:
-    wanted, dtype = _LLM_C[head[:4]]
-    version, count = struct.unpack("<2i", head[4:12].ljust(8, b"\0"))
-    num_bytes = max(0, size - _LLM_C_BYTES)
-    if version != wanted or count * dtype.itemsize != num_bytes:
-        raise InputError(
-            f"{url} has llm.c's header (version {version}, {count:,} ids of {dtype}) and {num_bytes:,} "
-            f"bytes of ids: it must be version {wanted} and whole; copy it again"
-        )
-    return _Layout(dtype, num_bytes, _LLM_C_BYTES)
 
 
 def _npy(url: str, size: int) -> _Layout:
@@ -276,8 +256,8 @@ def _npy(url: str, size: int) -> _Layout:
     is_whole = array.size and array.offset + array.nbytes == size and array.flags.c_contiguous
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not is_whole:
         raise InputError(
-            f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers "
-            "in C order, with one axis (a stream) or two (rows)"
+            f"{url} has {size:,} bytes for {array.dtype} of shape {array.shape}: save whole numbers in C order, with "
+            "one axis (a stream) or two (rows)"
         )
     rows = range(0, array.size + 1, array.shape[1]) if array.ndim == 2 else None
     return _Layout(array.dtype, array.nbytes, array.offset, rows)
@@ -291,24 +271,19 @@ def _megatron(index: str, size: int, changed_ns: int) -> _Layout:
     """
     with opened(index) as file:
         head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b"\0")
-        num_bytes = file.seek(0, 2)
+        data = file.read()
     magic, version, code, count, num_bounds = _MEGATRON_HEAD.unpack(head)
-    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
-        raise InputError(
-            f"{index} begins with {magic!r}, version {version}, dtype {code}, not {_MEGATRON!r}, 1 and "
-            f"a dtype of whole numbers ({some_of(_MEGATRON_DTYPES)}): write it again with "
-            "Megatron-LM, or remove it to read its .bin as a stream"
-        )
-    dtype, at = np.dtype(_MEGATRON_DTYPES[code]), _MEGATRON_HEAD.size
-    if num_bytes == at + 12 * count + 8 * num_bounds and count and num_bounds > 1:
-        sizes = np.fromfile(index, "<i4", count, offset=at) * np.int64(dtype.itemsize)
-        starts = np.fromfile(index, "<i8", count, offset=at + 4 * count)
-        bounds = np.fromfile(index, "<i8", num_bounds, offset=at + 12 * count)
-        edges = np.append(starts, size)
+    is_index = (magic, version) == (_MEGATRON, 1) and code in _MEGATRON_DTYPES
+    if is_index and count and num_bounds and len(data) == 12 * count + 8 * num_bounds:
+        dtype = np.dtype(_MEGATRON_DTYPES[code])
+        sizes = np.frombuffer(data, "<i4", count) * np.int64(dtype.itemsize)
+        edges = np.append(np.frombuffer(data, "<i8", count, 4 * count), size)
+        bounds = np.frombuffer(data, "<i8", num_bounds, 12 * count)
         is_tiled = edges[0] == 0 and sizes.min() >= 0 and np.array_equal(np.diff(edges), sizes)
-        is_sorted = np.array_equal(bounds, np.sort(bounds.clip(0, count)))
+        is_sorted = np.array_equal(bounds, np.sort(bounds))
         if is_tiled and is_sorted and bounds[0] == 0 and bounds[-1] == count:
             return _Layout(dtype, size, edges=edges[bounds] // dtype.itemsize)
     raise InputError(
-        f"{index} of {num_bytes:,} bytes does not fit the {size:,} bytes of its .bin: copy both again"
+        f"{index}, version {version} with dtype {code}, does not fit the {size:,} bytes of its .bin: "
+        "copy both again, or remove it to read its .bin as a stream"
     )

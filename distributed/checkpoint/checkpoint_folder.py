@@ -12,7 +12,6 @@ partial directory never looks like a checkpoint.
 """
 
 import logging
-import math
 import re
 import shutil
 import time
@@ -24,7 +23,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from ...data_pipeline.files import sync
-from ...data_pipeline.words import best_of, reads_in, scores_of, step_of
+from ...data_pipeline.words import best_of, reads_in, step_of
 from .format import CheckpointError, StaleGenerationError, latest, list_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -65,18 +64,16 @@ class CheckpointConfig(BaseModel):
     def why_kept(self, names: Sequence[str], read: Callable[[str], bytes]) -> dict[str, str]:
         """Returns why each of a run's checkpoints stays, by name; "": nothing keeps it.
 
-        `read` is as for `scores_of`.
+        `read` is as for `best_of`.
         """
-        scores, every = scores_of(names, self.keep_best, read), self.keep_every
-        last, best = sorted(names, key=step_of), best_of(scores, self.keep_best)
+        last, every = sorted(names, key=step_of)[-self.keep_last :], self.keep_every
+        best, score = best_of(names, self.keep_best, read) or ("", 0.0)
         kept = {}
         for name in names:
-            score = scores.get(name, 0.0)
             reasons = {
-                "last": name in last[-self.keep_last :],
+                "last": name in last,
                 f"every {every}": every and step_of(name) % every == 0,
                 f"best {self.keep_best} {score:.4g}": name == best,
-                "its score cannot be read": math.isnan(score),
             }
             kept[name] = ", ".join(reason for reason, is_true in reasons.items() if is_true)
         return kept
@@ -167,7 +164,11 @@ class CheckpointFolder:
             spare: a checkpoint in use, kept until the next call.
         """
         past = [found for found in list_checkpoints(self.path) if found.step <= step]
-        kept = self.config.why_kept([found.path.name for found in past], reads_in(self.path))
+        try:
+            kept = self.config.why_kept([found.path.name for found in past], reads_in(self.path))
+        except OSError as error:  # the one that cannot be read may be the best
+            logger.warning("old checkpoints are not deleted: %s", error)
+            return
         for checkpoint in past:
             if kept[checkpoint.path.name] or checkpoint.path == spare:
                 continue

@@ -55,7 +55,6 @@ from .format import (
     SaveFailedError,
     StaleGenerationError,
     blake2b,
-    list_checkpoints,
     step_name,
     without_advice,
 )
@@ -215,7 +214,7 @@ class Checkpointer:
         return newest_whole(self._folder.path, self._group, self._second)
 
     def adopt(self, found: WholeCheckpoint) -> list[DamagedCheckpoint]:
-        """Sets damaged checkpoints aside, publishes a fetched one, and copies what has no copy. Collective.
+        """Sets damaged checkpoints aside and publishes a fetched one. Collective.
 
         Returns:
             The damaged checkpoints, on rank 0 with their new paths.
@@ -226,9 +225,6 @@ class Checkpointer:
             renamed[:] = self._folder.set_aside(found.damaged)
             if found.fetched_for is not None:
                 publish(found.path, found.fetched_for)
-            if self._second and self._second.copies_older:
-                for checkpoint in list_checkpoints(self._folder.path):
-                    self._second.copy_later(checkpoint.path)
 
         self.on_rank_0(rename)
         return renamed

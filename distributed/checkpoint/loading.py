@@ -32,7 +32,7 @@ from .format import (
 )
 from .together import causes, together
 
-_AVERAGES = "optimizer.average."
+_AVERAGES = "optimizer.weight_average."  # of ../average.py
 
 
 def check_for_all(path: Path, group: dist.ProcessGroup, *, reading: int = 0) -> CheckpointMeta:
@@ -129,8 +129,7 @@ def choose_weights(stored: StoredCheckpoint, weights: Weights) -> StoredCheckpoi
         for name, tensor in tensors.items()
         if name.startswith(_AVERAGES)
     }
-    # without the record, the entries are those of a user's own optimizer
-    if not averages or not stored.meta.meta.get("average"):
+    if not averages:
         raise CheckpointError(
             f"{stored.path}: has no averaged weights, which a run keeps with train.average: leave out "
             '--weights average (weights="average"), or average several checkpoints with `moebius ckpt '

@@ -4,10 +4,10 @@
                                        step_00000050/…         a checkpoint's files, manifest.json last
 
 A copy is complete once it has a manifest.json, so no rename is needed, which object stores lack. A
-thread of rank 0 copies one checkpoint at a time, the newest first; older ones that wait are skipped,
-unless they may stay for good (`checkpoint.keep_every`, `keep_best`). What keeps a checkpoint keeps its
-copy; a resumed run makes those that a killed one has not made. A failed copy is reported and does not
-end the run. A run whose newest checkpoint is damaged or missing fetches a copy (recovery.py) and
+thread of rank 0 copies one checkpoint at a time, and skips to the newest if several wait. If some may
+stay for good (`checkpoint.keep_every`, `keep_best`), it takes the newest and the oldest by turns, and
+skips those deleted meanwhile. What keeps a checkpoint keeps its copy. A failed copy is reported and does
+not end the run. A run whose newest checkpoint is damaged or missing fetches a copy (recovery.py) and
 verifies it like any other.
 
 The run folder and the second place hold the same random number. If they differ, the run does not
@@ -58,7 +58,7 @@ class SecondCopy:
         self._config = config
         self._lock = threading.Lock()
         self._pending: list[Path] = []
-        self._newest = ""  # the name of the last one given
+        self._takes_newest = True  # of those that wait
         self._thread: threading.Thread | None = None
         self._records: deque[CopyRecord] = deque()
         self.reading: Path | None = None  # the checkpoint being copied, which must stay
@@ -93,16 +93,11 @@ class SecondCopy:
                 f"choose another place or run folder; or, to resume from them, copy {self.url}/{OWNER} to {mark}"
             )
 
-    @property
-    def copies_older(self) -> bool:
-        """Returns whether checkpoints before the newest one are copied, because they may stay."""
-        return bool(self._config.keep_every or self._config.keep_best)
-
     def copy_later(self, checkpoint: Path) -> None:
         """Schedules the copy of a committed checkpoint after the current one."""
         with self._lock:
-            self._newest = checkpoint.name
-            self._pending = [*(self._pending if self.copies_older else []), checkpoint]
+            may_stay = self._config.keep_every or self._config.keep_best
+            self._pending = [*(self._pending if may_stay else []), checkpoint]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="second copy", daemon=True)
                 self._thread.start()
@@ -162,33 +157,31 @@ class SecondCopy:
         while (checkpoint := self._next()) is not None:
             started_s, num_bytes, error = time.monotonic(), 0, None
             try:
-                if num_bytes := self._copy(checkpoint):
-                    self._delete_old()
+                num_bytes = self._copy(checkpoint)
+                self._delete_old(checkpoint.name)
             except Exception as cause:  # noqa: BLE001 - reported; training continues
                 error = f"{checkpoint.name} was not copied to {self.url}: {_words(cause)}"
                 logger.warning("%s", error)
-            if num_bytes or error:
-                seconds, step = time.monotonic() - started_s, step_of(checkpoint.name)
-                self._records.append(CopyRecord(step, seconds, num_bytes, error))
+            seconds = time.monotonic() - started_s
+            self._records.append(CopyRecord(step_of(checkpoint.name), seconds, num_bytes, error))
 
     def _next(self) -> Path | None:
         with self._lock:
             self.reading = None
             while self._pending and self.reading is None:
-                path = self._pending.pop()
+                path = self._pending.pop(-1 if self._takes_newest else 0)
+                self._takes_newest = not self._takes_newest
                 self.reading = path if path.exists() else None
             if self.reading is None:
                 self._thread = None
             return self.reading
 
     def _copy(self, checkpoint: Path) -> int:
-        """Copies the files, manifest.json last; returns their bytes, 0 if the copy is there."""
+        """Copies the files, manifest.json last; returns their bytes."""
         fs, root = self._place()
         target = f"{root}/{checkpoint.name}"
-        if fs.exists(seal := f"{target}/manifest.json"):
-            if fs.cat_file(seal) == (checkpoint / "manifest.json").read_bytes():
-                return 0
-            fs.rm_file(seal)  # of the same step, before the run went back
+        if fs.exists(f"{target}/manifest.json"):  # of the same step, before the run went back
+            fs.rm_file(f"{target}/manifest.json")
         fs.makedirs(target, exist_ok=True)
         names = sorted(file.name for file in checkpoint.iterdir())
         names.sort(key=lambda name: name == "manifest.json")
@@ -201,10 +194,10 @@ class SecondCopy:
             num_bytes += size
         return num_bytes
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, newest: str) -> None:
         """Deletes copies up to the newest one that nothing keeps."""
         fs, root = self._place()
-        past = [name for name in _folders(fs, root) if step_of(name) <= step_of(self._newest)]
+        past = [name for name in _folders(fs, root) if step_of(name) <= step_of(newest)]
         kept = self._config.why_kept(past, lambda name: fs.cat_file(f"{root}/{name}"))
         for name in past:
             if not kept[name]:

@@ -21,7 +21,9 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
         TaskError: the task is not on the hub, the library is missing, or the download fails.
     """
     if found is None:
-        raise TaskError(f"task {name!r} is not on the hub; pass a folder with its file (--data)")
+        raise TaskError(
+            f"task {name!r} is not on the hub; pass a folder with its file (--data, or evaluate.data of a run)"
+        )
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -40,7 +42,7 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
             raise TaskError(
                 f"task {name!r}: {found.repository} cannot be fetched from the hub "
                 f"({type(error).__name__}: {reason[:300]}); check your network and access "
-                f"(HF_TOKEN), or name a folder with its file (--data, or evaluate.tasks.{name} of a run)"
+                "(HF_TOKEN), or pass a folder with its file (--data, or evaluate.data of a run)"
             ) from error
         for number, record in enumerate(records):
             where = f"{found.repository} {configuration or found.split}: record {number}"

@@ -136,7 +136,7 @@ def required_file(data: Path, name: str) -> Path:
     if path is None:
         raise TaskError(
             f"task {name!r} has no file: {data / name}{' or '.join(_ENDINGS)} does not exist; set "
-            "--data to the folder of task files or 'hub'"
+            "--data (evaluate.data) to the folder of task files or 'hub'"
         )
     return path
 

@@ -60,32 +60,31 @@ def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
 
 
 def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterator[Sequence[str]]:
-    names = {"train": "loss", "eval": "loss"}
-    if stored.weights == "average":
-        names["eval"] = "average_loss"
-        yield "weights", "the average of the last steps' weights"
-    losses = _last_losses(run_dir / "metrics.jsonl", stored.meta.step, names)
+    losses = _last_losses(run_dir / "metrics.jsonl", stored.meta.step)
     yield "steps", f"{stored.meta.step:,} of {config.train.steps:,}"
     yield "tokens", f"{stored.meta.meta['progress']['tokens']:,}"
     yield "precision", config.train.precision
-    for kind, name in (("train", "training loss"), ("eval", "validation loss")):
+    validation = "eval", "validation loss"
+    if stored.weights == "average":
+        validation = "average_loss", "validation loss of these averaged weights"
+    for kind, name in (("train", "training loss"), validation):
         yield name, f"{losses[kind]:.4f} nats per token" if kind in losses else "unknown"
     yield "checkpoint digest", stored.manifest.digest
     if (source := read_source(run_dir)) is not None and source.grown:
         yield "grown", source.words()
 
 
-def _last_losses(log: Path, last_step: int, names: dict[str, str]) -> dict[str, float]:
-    """Returns the last losses that a run logged up to a step, which `names` names by kind of line."""
+def _last_losses(log: Path, last_step: int) -> dict[str, float]:
+    """Returns the last losses that a run logged up to a step, by kind of line, and "average_loss"."""
     found = {}
     for text in log.open(encoding="utf-8") if log.is_file() else ():
         try:
             line = json.loads(text)
         except ValueError:
             continue  # the run was writing this line when it ended
-        loss = line.get(names.get(line.get("kind")))
-        if loss is not None and line["step"] <= last_step:
-            found[line["kind"]] = loss
+        if line.get("loss") is not None and line["step"] <= last_step:
+            found[line["kind"]] = line["loss"]
+            found |= {"average_loss": line["average_loss"]} if "average_loss" in line else {}
     return found
 
 

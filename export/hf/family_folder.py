@@ -146,8 +146,7 @@ def family_config(
 
 def _balance(family: Family, values: Mapping[str, Any]) -> Any:
     """Returns the weight of the balancing loss that the family's own class adds."""
-    router: Any = Dotted(family.read(values)[0])["feed_forward.router"]
-    return router.get("balance")
+    return Dotted(family.read(values)[0]).values["feed_forward"].get("router", {}).get("balance")
 
 
 def original_files(origin: Origin) -> dict[str, bytes]:

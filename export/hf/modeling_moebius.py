@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
     Peri-norm: a norm only before what ends in a softmax or sigmoid. Pre-norm: everything reads
     normalized rows. Post-norm: the norm follows the addition. Sandwich and branch add to pre-norm a
-    norm after the addition or before it.
+    norm after the addition or before it. Output has only the one before it.
     """
 
     def __init__(self, config: MoebiusConfig, member: int) -> None:
@@ -63,12 +63,13 @@ class Layer(nn.Module):
         self.norm, d_model = config.model["norm"], config.model["d_model"]
         section = config.model["feed_forward"]
         self.is_sparse = member in config.sparse_members
-        self.attention_norm = make_norm(config)
+        has_norm = self.norm != "output"
+        self.attention_norm = make_norm(config) if has_norm else None
         self.attention = make_attention(config)
-        has_norm = self.is_sparse or self.norm != "peri"
+        has_norm = has_norm and (self.is_sparse or self.norm != "peri")
         self.feed_forward_norm = make_norm(config) if has_norm else None
         self.attention_output_norm = self.feed_forward_output_norm = None
-        if self.norm in ("sandwich", "branch"):
+        if self.norm in ("sandwich", "branch", "output"):
             self.attention_output_norm = make_norm(config)
             self.feed_forward_output_norm = make_norm(config)
         if self.is_sparse:
@@ -126,7 +127,7 @@ class Layer(nn.Module):
         output_norm: nn.Module | None,
         scale: float,
     ) -> Tensor:
-        if self.norm == "branch" and output_norm is not None:
+        if self.norm in ("branch", "output") and output_norm is not None:
             y_BSD = output_norm(y_BSD)
         x_BSD = x_BSD + (y_BSD if scale == 1 else scale * y_BSD)
         after = {"post": norm, "sandwich": output_norm}.get(self.norm)

@@ -22,7 +22,10 @@ from .sections import Keys, Section
 
 
 class YarnConfig(Keys):
-    """Configures YaRN (arXiv 2309.00071, §3.2), which stretches slow rotations to longer texts."""
+    """Configures YaRN (arXiv 2309.00071, §3.2), which stretches slow rotations to longer texts.
+
+    With `ramp="turns"`, `beta_slow` 1 and `beta_fast` 4 it is Llama 3.1's scaling.
+    """
 
     factor: PositiveFloat = 4.0
     """How many times longer texts become; slow rotations turn by 1/`factor`."""
@@ -39,8 +42,30 @@ class YarnConfig(Keys):
     truncate: bool = True
     """Rounds the bounds between fast and slow to whole pairs of channels."""
 
+    ramp: Literal["pairs", "turns"] = "pairs"
+    """What a speed between the bounds follows: the number of its pair, or its turns (Llama 3.1)."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.ramp == "turns" and self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f'beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast} with ramp="turns"'
+            )
+        return self
+
     def speeds(self, width: int, base: float) -> list[float]:
         """Returns the factor of each of `width`/2 rotations, from 1/`factor` to 1."""
+        places, low, high = self._ramp(width, base)
+        slowed = [min(1.0, max(0.0, (place - low) / (high - low))) for place in places]
+        return [1 - slow + slow / self.factor for slow in slowed]
+
+    def _ramp(self, width: int, base: float) -> tuple[list[float], float, float]:
+        """Returns the place of every rotation, the last one that is fast, and the first that is slow."""
+        pairs = [float(pair) for pair in range(width // 2)]
+        if self.ramp == "turns":
+            length = self.original_positions / (2 * math.pi)
+            turns = [length * base ** (-2 * pair / width) for pair in pairs]
+            return turns, self.beta_fast, self.beta_slow
         bounds = [
             width * math.log(self.original_positions / (2 * math.pi * turns)) / (2 * math.log(base))
             for turns in (self.beta_fast, self.beta_slow)
@@ -48,9 +73,7 @@ class YarnConfig(Keys):
         if self.truncate:
             bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
         low, high = max(bounds[0], 0), min(bounds[1], width - 1)
-        high += 0.001 if low == high else 0
-        slowed = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(width // 2)]
-        return [1 - slow + slow / self.factor for slow in slowed]
+        return pairs, low, high + (0.001 if low == high else 0)
 
 
 class RotaryConfig(Keys):

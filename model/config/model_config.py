@@ -154,10 +154,10 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     next.
     """
 
-    norm: Literal["peri", "pre", "post", "sandwich", "branch"] = "peri"
+    norm: Literal["peri", "pre", "post", "sandwich", "branch", "output"] = "peri"
     """Where norms stand: "peri" only before what ends in a softmax or sigmoid, "pre" before every
     block, "post" after the addition, "sandwich" before the block and after the addition (Huginn),
-    "branch" before the block and on its output (Ouro).
+    "branch" before the block and on its output (Ouro), "output" only on its output (OLMo 2).
     """
 
     norm_layer: Annotated[str, NORM] = "layernorm"

@@ -92,16 +92,10 @@ def deciding(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _place_of(path: str, part: Part) -> str:
     """Returns what gradient norms call a part; of a body or a gate, where it is."""
-    modules = path.split(".")
-    if part in ("embedding", "head"):
-        return part
-    if part in ("router", "norm"):
-        return f"{part}s"
-    if "attention" in modules:
-        return "attention"
-    if "feed_forward" in modules:
-        return "experts" if "experts" in modules else "feed_forward"
-    return "other"
+    if part not in ("body", "gate"):
+        return f"{part}s" if part in ("router", "norm") else part
+    modules, places = path.split("."), ("attention", "experts", "feed_forward")
+    return next((place for place in places if place in modules), "other")
 
 
 def _part_of(path: str) -> Part:

@@ -5,7 +5,6 @@ functions, so no version of a library changes them.
 """
 
 import hashlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -112,14 +111,6 @@ def loops_of(depth: DepthConfig, mean: int, seed: int, step: int, sequence: int)
     if depth.kind == "growing":
         return depth.values[min(step // depth.stage_steps, len(depth.values) - 1)]
     return _drawn(depth, mean, *_uniform(f"{seed}/{step}/{sequence}/loops"))
-
-
-def loops_until(depth: DepthConfig, mean: int, step: int) -> int:
-    """Returns the loops of a run's first `step` steps together; a drawn number counts as R."""
-    if depth.kind != "growing":
-        return step * mean
-    rises = (now - before for before, now in itertools.pairwise((0, *depth.values)))
-    return sum(rise * max(0, step - stage * depth.stage_steps) for stage, rise in enumerate(rises))
 
 
 def shares_of_depths(depth: DepthConfig, mean: int) -> dict[int, float]:

@@ -140,6 +140,18 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
                     config.check_world(config.world_size)
 
 
+def test_a_repeated_option_adds_its_values_or_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["prepare", "--output", "out", "--input", "a", "--tokens", "c", "--input", "b"]
+    options = parse([*words, "--tokens", "d"])
+    assert (options.input, options.tokens) == (["a", "b"], ["c", "d"])
+    for words in (["plan", "smoke", "--nodes", "2"], ["ckpt", "verify", "run", "--step", "2"]):
+        with pytest.raises(SystemExit):
+            parse([*words, *words[-2:]])
+        assert f"argument {words[-2]}" in capsys.readouterr().err
+
+
 def test_the_command_line_stays_small() -> None:
     """Too many commands hide the one that is needed."""
     parsers = [build_parser(), *dict(parsers_of(build_parser())).values()]

@@ -103,7 +103,7 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
         for parameter, summed in zip((*dense, *experts), [*grads[0], *grads[1]], strict=True):
             assert torch.equal(parameter.grad, summed)
         parts = dict.fromkeys([*dense, *experts], "other")
-        norm, sums, norms = clip_gradients(parts, mesh, max_norm=max_norm)
+        norm, sums, norms = clip_gradients(parts, mesh, max_norm=max_norm, by_part=True)
         assert sums == ()
         assert norms == {"other": norm}
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
@@ -193,7 +193,7 @@ def poisoned(ep, bad_rank, where, value):
         GradientReducer(dense, experts, mesh).reduce()
         numbers = (False, process.rank == bad_rank, torch.tensor(0.25 + process.rank))
         parts = dict.fromkeys(dense, "dense") | dict.fromkeys(experts, "experts")
-        norm, sums, norms = global_grad_norm(parts, mesh, numbers=numbers)
+        norm, sums, norms = global_grad_norm(parts, mesh, numbers=numbers, by_part=True)
         assert [math.isfinite(norms[part]) for part in ("dense", "experts")] == [
             math.isfinite(norm) or where != part for part in ("dense", "experts")
         ]

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,13 +67,21 @@ def test_chat_asks_as_the_template_says_and_ends_with_the_answer(
     assert "<|im_end|> in the text is encoded as plain text" in caplog.text
 
 
-def test_a_run_without_a_template_says_so(restored: Restored, tmp_path: Path) -> None:
-    (restored.checkpoint / "source" / "tokenizer_config.json").write_text(
-        '{"eos_token": "<|im_end|>"}'
-    )
+def test_a_run_without_a_template_says_so(restored: Restored) -> None:
     options = {"num_tokens": 1, "temperature": 0.0, "seed": 0, "chat": True}
+    prepare = restored.config.prepare.model_copy(update={"chat_template": False})
+    off = replace(restored, config=restored.config.model_copy(update={"prepare": prepare}))
+    with pytest.raises(ConfigError, match=r"chat_template=false has turned it off.*leave out --ch"):
+        list(write_text(off, "How?", **options))  # type: ignore[arg-type]
+    without_template(restored)
     with pytest.raises(ConfigError, match=r"has no chat template.*leave out --chat"):
         list(write_text(restored, "How?", **options))  # type: ignore[arg-type]
+    assert Conversation(off).template is Conversation(restored).template is None
+
+
+def without_template(restored: Restored) -> None:
+    file = restored.checkpoint / "source" / "tokenizer_config.json"
+    file.write_text('{"eos_token": "<|im_end|>"}')
 
 
 @pytest.fixture
@@ -80,30 +89,23 @@ def chat(restored: Restored, asked: object, monkeypatch: pytest.MonkeyPatch, moe
     """Returns a function that pipes lines into `moebius chat`."""
     monkeypatch.setattr(evaluate, "_restored", lambda options: restored)
 
-    def pipe(lines: str, *words: object) -> Any:
-        bytes_in = io.BytesIO(lines.encode("latin-1"))
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(bytes_in, "utf-8"))
-        return moebius("chat", restored.checkpoint, *words)
+    def pipe(lines: str) -> Any:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return moebius("chat", restored.checkpoint)
 
     return pipe
 
 
 def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypatch: Any) -> None:
-    answer = chat("How?\n\n/reset\nWhy \xff?\n/exit\nWho?\n")
+    answer = chat("How?\n\n/reset\nWhy?\n/exit\nWho?\n")
     assert (answer.code, answer.out, answer.err) == (0, "Fine\nFine\n", "")
     answer = chat("x" * 999 + "\nHow?")
-    assert (answer.code, answer.out) == (2, "\nFine\n")
+    assert (answer.code, answer.out) == (2, "Fine\n")
     assert f"but the context {restored.config.data.seq_len}: write a shorter one" in answer.err
-    written = restored.checkpoint / "source" / "tokenizer_config.json"
-    written.write_text('{"eos_token": "<|im_end|>"}')
+    without_template(restored)
     answer = chat("How?\n")
-    assert (answer.out, "has no chat template: the model continues" in answer.err) == (
-        "Fine\n",
-        True,
-    )
-    with monkeypatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        assert "start it without torchrun" in chat("").err
+    assert answer.out == "Fine\n"
+    assert "has no chat template: the model continues" in answer.err
     clears = open_tokenizer(str(restored.checkpoint / "source")).encode_batch(["\x1b[2J"])[0]
     monkeypatch.setattr(texts, "generate", lambda *given, **options: clears.tolist())
     assert chat("How?\n").out == "\x1b[2J\n"
@@ -115,7 +117,7 @@ def test_each_line_of_a_pipe_is_answered(chat: Any, restored: Restored, monkeypa
 
 
 def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
-    restored: Restored, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    restored: Restored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = Conversation(restored)
     tokenizer, context = conversation._tokenizer, restored.config.data.seq_len
@@ -135,28 +137,11 @@ def test_a_prompt_is_seen_after_the_earlier_turns_that_the_context_holds(
         list(conversation.answer("Second", **options))
     asked = "user\nFirst <|im_end|>\nassistant\nAnswer 1\nuser\nSecond\nassistant\n"
     assert seen[1] == asked  # without special tokens
-    assert not caplog.records
     list(conversation.answer("x" * 150, **options))
     assert "First" not in seen[2]
     assert "user\nSecond\nassistant\nAnswer 2\nuser\nxxx" in seen[2]
-    assert "the context is full; oldest turns dropped: 1" in caplog.text
     conversation.template = None
     list(conversation.answer("Last", **(options | {"num_tokens": context})))
     assert seen[3] == "Last", "half of the context is free"
     list(conversation.answer("Next", **options))
     assert seen[4] == "LastAnswer 4\nNext"
-    monkeypatch.setattr(texts, "generate", mock.Mock(side_effect=ValueError("too long")))
-    with pytest.raises(ValueError, match="too long"):
-        list(conversation.answer("Refused", **options))
-    assert conversation.turns[-1] == ["Next", "Answer 5"]
-
-
-def test_a_model_that_cannot_generate_says_so_before_the_first_prompt(
-    restored: Restored,
-) -> None:
-    router = {"kind": "expert_choice", "scope": "flat", "mean_experts": 1.0}
-    changes = {"feed_forward.router": router, "feed_forward.allow_future_leak": True}
-    model = restored.model.config.changed(changes)
-    unable = Restored(Transformer(model), restored.config, 0, restored.checkpoint)
-    with pytest.raises(ValueError, match=r"router.kind='expert_choice' .*cannot generate text"):
-        Conversation(unable)

@@ -2,6 +2,7 @@
 model of each family gets random weights, goes out in the family's format, and is computed there.
 """
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -21,7 +22,20 @@ from moebius.train.recipes.hub import HUB_SMALL
 from moebius.train.state import TrainingProgress, state_tensors
 
 VOCABULARY, LENGTH = 257, 40  # longer than gpt-oss's window of 32
-POOLED = [name for name in HUB_SMALL if not name.startswith(("deepseek", "glm4"))]
+MIXTURES = [name for name in HUB_SMALL if HUB_SMALL[name][1]().model.experts]
+POOLED = [name for name in MIXTURES if not name.startswith(("deepseek", "glm4"))]
+YARN = {"attention.positions.yarn": {"factor": 4.0, "original_positions": 16}}
+YARN |= {"attention.positions.amplitude": 0.1 * math.log(4.0) + 1}
+# Of the dense families: what the small models lack
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama_small": {"attention.bias": "qkvo", "feed_forward.dense_bias": True, "tied_head": True},
+    "mistral_small": {"attention.window": 7, "attention.num_kv_heads": 1},
+    "qwen2_small": {"attention.window": 7, "attention.window_layers": (1, 2)} | YARN,
+    "qwen3_small": {"attention.window": 7, "attention.window_layers": (2,)}
+    | {"attention.bias": "qkvo", "attention.d_head": 24, "attention.positions.width": 24},
+    "olmo2_small": {"attention.bias": "qkvo", "attention.num_kv_heads": 1},
+}
+NAMES = (*HUB_SMALL, *(f"{name} otherwise" for name in OTHERS))
 WIDTH = {"olmoe_small": 128}  # others' heads need not be as wide as the stream together
 TOKENS = some_tokens(2, LENGTH, vocabulary=VOCABULARY)
 
@@ -65,10 +79,13 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Computed, Comput
     """Returns logits and what is added to the cross-entropy, here and in every family's class."""
     folder, ours = tmp_path_factory.mktemp("exports"), {}
     pool: dict[str, Any] = {"balance_pool": True, "balance_scope": "micro_batch", "z_loss": 0.0}
-    for name in HUB_SMALL:
+    for name in NAMES:
+        recipe = name.split()[0]
         pool["balance"] = 1.0 if name in POOLED else 0.0
         changes = {f"feed_forward.router.{key}": value for key, value in pool.items()}
-        model = HUB_SMALL[name][1]().model.changed(
+        if recipe in OTHERS:
+            changes = {} if name == recipe else OTHERS[recipe]
+        model = HUB_SMALL[recipe][1]().model.changed(
             {"vocab_size": VOCABULARY, "d_model": WIDTH.get(name, 64)} | changes
         )
         config, run_dir = make_config(model=model), tmp_path_factory.mktemp(name) / "run"
@@ -90,7 +107,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Computed, Comput
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HUB_SMALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_family_s_own_class(
     name: str, computed: tuple[Computed, Computed]
 ) -> None:
@@ -99,7 +116,7 @@ def test_logits_are_those_of_the_family_s_own_class(
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", HUB_SMALL)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_the_class_adds_the_balancing_loss_of_the_exported_model(
     name: str, computed: tuple[Computed, Computed]
 ) -> None:

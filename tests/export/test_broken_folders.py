@@ -173,8 +173,11 @@ def odd_config(folder: Path, rng: random.Random) -> None:
 
 def odd_rope(folder: Path, rng: random.Random) -> None:
     config = config_in(folder)
-    key = rng.choice([*config["rope_parameters"], "factor", "type", "beta_fast"])
-    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0, key: rng.choice(ODD)}
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    kind, more = rng.choice([("yarn", {"beta_fast": 32.0}), ("llama3", llama3)])
+    key = rng.choice([*config["rope_parameters"], "factor", "type", *more])
+    more |= {"rope_type": kind, "factor": 4.0, key: rng.choice(ODD)}
+    config["rope_parameters"] |= more
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -1,6 +1,8 @@
-"""Families of published mixtures: recorded folders give the recorded numbers, in both dialects."""
+"""Families of published models: recorded folders give the recorded numbers, in both dialects."""
 
+import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,15 +11,19 @@ import torch
 import torch.nn.functional as F
 from published_case import (
     AWKWARD,
+    DENSE,
+    MIXTURES,
     RECORDED,
     arrays_of,
     config_in,
     folder_of,
     recorded_model,
+    unbalanced_model,
 )
 from torch import Tensor
 
 from moebius.distributed.checkpoint.pieces import cut
+from moebius.model.config.attention_config import YarnConfig
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.transformer import Transformer
 from moebius.train.config.keys import known_keys
@@ -28,7 +34,7 @@ from moebius.train.families.table import FAMILIES, FAMILY, family_of, open_famil
 from moebius.train.recipes.hub import HUB_SMALL
 
 LOGITS, GRADIENTS = 2e-5, 5e-6
-POOLED = tuple(name for name in RECORDED if not any(each in name for each in ("deepseek", "glm4")))
+POOLED = tuple(name for name in MIXTURES if not any(each in name for each in ("deepseek", "glm4")))
 
 
 def near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -71,7 +77,7 @@ def published_gradients(model: Transformer, family: Family) -> Iterator[tuple[st
 @pytest.mark.parametrize("backend", ["auto", "segments", "reference"])  # auto: the CPU kernels
 def test_loss_and_all_gradients_are_the_recorded_ones(name: str, backend: str) -> None:
     recorded = arrays_of(name)
-    model = recorded_model(name, backend=backend, feed_forward__router__balance=0.0)
+    model = unbalanced_model(name, backend=backend)
     out = trained_pass(model, recorded["ids"], recorded["labels"], None)
     mean = out.cross_entropy / (recorded["labels"][:, 1:] >= 0).sum()
     near(mean.detach(), recorded["ce"], GRADIENTS)
@@ -110,7 +116,7 @@ def test_the_pooled_balancing_loss_and_its_gradients_are_the_recorded_ones(name:
 
 
 @pytest.mark.needs_shared
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_an_imported_balancing_loss_is_what_the_folder_s_class_adds(name: str) -> None:
     recorded, config = arrays_of(name), config_in(folder_of(name))
     family = FAMILY.get(config["model_type"])
@@ -144,7 +150,7 @@ def test_an_imported_balancing_loss_is_what_the_folder_s_class_adds(name: str) -
 
 
 @pytest.mark.needs_shared
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_experts_and_gates_are_the_recorded_ones(name: str) -> None:
     recorded, model = arrays_of(name), recorded_model(name)
     sparse, routings = model.config.sparse_members, []
@@ -168,7 +174,7 @@ def test_experts_and_gates_are_the_recorded_ones(name: str) -> None:
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_real_position(name: str, side: str) -> None:
-    recorded, model = arrays_of(name), recorded_model(name, feed_forward__router__balance=0.0)
+    recorded, model = arrays_of(name), unbalanced_model(name)
     ids, mask, labels, wanted = (
         recorded[f"pad/{side}/{key}"] for key in ("ids", "mask", "labels", "logits")
     )
@@ -211,7 +217,8 @@ def test_both_dialects_describe_one_model_and_writing_gives_it_back(name: str) -
     family = FAMILY.get(plan.family)
     assert family.read(config_in(folder, "config_hub.json"))[0] == plan.model
     assert [note for note in plan.notes if "is missing" in note] == [], "the folder has every key"
-    assert family_of(plan.model) is family
+    # a plain dense model is a Llama and a Mistral
+    assert family_of(plan.model, plan.family if name in DENSE else None) is family
     written = family.write(plan.model, 64)
     assert family.read(written)[0] == plan.model
     for kept in ("rope_parameters", "rope_theta"):  # either dialect alone is enough
@@ -221,8 +228,13 @@ def test_both_dialects_describe_one_model_and_writing_gives_it_back(name: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_types[0])
-def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None:
+def test_defaults_are_those_of_the_class_of_transformers(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An empty config.json gives the class's own sizes, and the report says so."""
+    monkeypatch.setitem(
+        sys.modules, "kernels", None
+    )  # this repository's is no library of that name
     transformers = pytest.importorskip("transformers")
     needed = {
         "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},  # its class has none
@@ -234,6 +246,10 @@ def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None
     of_theirs, _ = family.read(theirs.to_dict() | {"head_dim": getattr(theirs, "head_dim", None)})
     assert same_function(ours, of_theirs)
     assert any(note.startswith("vocab_size is missing") for note in notes)
+
+
+LLAMA3 = {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4}}
+LLAMA3["rope_parameters"] |= {"high_freq_factor": 4, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.needs_shared
@@ -259,7 +275,7 @@ def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None
         ("mixtral", {"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
         ("mixtral", {"num_experts": 9}, "name the same thing and differ"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not computed"),
-        ("olmoe", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
+        ("olmoe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope': only"),
         ("olmoe", {"rope_parameters": {"strange": 1}}, "strange=1"),
         ("olmoe", {"rope_theta": 5.0}, "rope_theta=5.0 and 10000.0 differ"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not computed"),
@@ -270,6 +286,19 @@ def test_defaults_are_those_of_the_class_of_transformers(family: Family) -> None
         ("deepseek_v3", {"rope_interleave": "no"}, "rope_interleave='no' must be a bool"),
         ("deepseek_v2", {"topk_method": "noisy"}, "'noisy' is none of"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not computed"),
+        *(
+            (name, {"rope_parameters": {"rope_type": kind}}, f"rope_type='{kind}': only default")
+            for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+            for kind in ("linear", "dynamic")
+        ),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not computed"),
+        ("llama", LLAMA3, "low_freq_factor=4.0.* low_freq_factor below high_freq_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is missing"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True: moebius does not know"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* does not know"),
+        ("qwen2", {"mlp_bias": True}, "mlp_bias=True: moebius does not know"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, r"layers \[0, 1, 2\] have a sliding"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not computed"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -331,6 +360,53 @@ def test_windows_of_qwen_follow_the_switch_and_the_layer() -> None:
     model, _ = FAMILY.get("qwen3_moe").read(qwen3 | windowed)
     assert (model.attention.window, model.attention.window_layers) == (7, (0, 1, 2))  # type: ignore[attr-defined]
     assert family_of(model) is FAMILY.get("qwen3_moe")
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_windows_of_dense_qwen_begin_at_a_layer(name: str) -> None:
+    family = FAMILY.get(name)
+    config = config_in(folder_of(f"hf_{name}_a")) | {"layer_types": None}
+    config |= {"use_sliding_window": True, "sliding_window": 7}
+    for first in range(4):
+        model, _ = family.read(config | {"max_window_layers": first})
+        wanted = (7, tuple(range(first, 3))) if first < 3 else (None, "all")
+        assert (model.attention.window, model.attention.window_layers) == wanted  # type: ignore[attr-defined]
+        written = family.write(model, 64)
+        assert family_of(model) is family
+        for lacking in ("layer_types", "max_window_layers"):  # either alone is enough
+            half = {key: value for key, value in written.items() if key != lacking}
+            assert same_function(family.read(half)[0], model)
+    unlimited = config | {"sliding_window": None, "max_window_layers": 0}
+    assert family.read(unlimited)[0].attention.window is None  # type: ignore[attr-defined]
+
+
+def test_rotations_slow_as_in_llama_3() -> None:
+    """The three cases of its released code; between them, the speed follows the wavelength."""
+    sizes = {"factor": 4, "original_positions": 64, "beta_slow": 1.5, "beta_fast": 6}
+    scaling = YarnConfig.model_validate(sizes | {"ramp": "turns"})
+    met = set()
+    for pair, share in enumerate(scaling.speeds(24, 700.0)):
+        wavelength = 2 * math.pi * 700 ** (2 * pair / 24)
+        between = (64 / wavelength - 1.5) / (6 - 1.5)
+        case = "slow" if wavelength > 64 / 1.5 else "fast" if wavelength < 64 / 6 else "between"
+        wanted = {"slow": 1 / 4, "fast": 1.0, "between": (1 - between) / 4 + between}
+        assert share == pytest.approx(wanted[case])
+        met.add(case)
+    assert len(met) == 3
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", DENSE)
+def test_planted_errors_move_the_logits(name: str) -> None:
+    wanted = arrays_of(name)["logits"]
+    errors: dict[str, Any] = {"norm_eps": 0.1, "attention__positions__base": 1e4}
+    if "mistral" in name:
+        errors["attention__window"] = 6
+    for key, value in errors.items():
+        with torch.no_grad():
+            logits = recorded_model(name, **{key: value})(arrays_of(name)["ids"]).logits_BSV
+        assert (logits - wanted).abs().max() > 100 * LOGITS, key
 
 
 @pytest.mark.needs_shared

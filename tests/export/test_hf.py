@@ -52,12 +52,13 @@ TEXTS = [
     "a<|end_of_document|>b",
     "",
 ]
-# Not in any recipe: learned positions or none, one gated head, gated units, shared experts.
+# Not in any recipe: learned positions or none, norms of outputs alone, one gated head, gated units, shared experts.
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "learned_positions": (
         "dense",
         {
             "attention.positions": {"kind": "learned", "max_positions": 40},
+            "norm": "output",
             "head_bias": False,
             "final_norm": False,
             "feed_forward.activation": "swiglu",

@@ -206,11 +206,11 @@ def copies_of(copies: Sequence[tuple[str, str, int]]) -> Counter[str]:
 
 
 def expected_copies(config: Config, *, training: bool) -> Counter[str]:
-    """The tokens; in a step also the parts of gradients, in an evaluation also which tokens count, for
-    two uses, and a table of noise.
+    """The tokens; in a logged step also the parts of gradients, in an evaluation also which tokens
+    count, for two uses, and a table of noise.
     """
     drawn = config.model.loops.start == "drawn"
-    return Counter({"pinned": 2 if training else 3 + drawn})
+    return Counter({"pinned": 1 + (config.train.log_every == 1) if training else 3 + drawn})
 
 
 def expected_reads(name: str, config: Config, dispatcher: str, *, training: bool) -> Counter[str]:

@@ -49,7 +49,9 @@ ROWS = some_tokens(4, 9, seed=1)
 @pytest.mark.sample(1)
 # SwitchHead's and MoMHA's attention and halting; latents; sinks and windows
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moeut", "sut", "deepseek_v3_small", "gpt_oss_small"])
+@pytest.mark.parametrize(
+    "name", ["moeut", "sut", "deepseek_v3_small", "gpt_oss_small", "olmo2_small"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
     """With a backend that makes no code, whose results have the same bits."""

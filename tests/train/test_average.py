@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ REFERENCE: dict[str, Callable[[Sequence[Step]], Step]] = {"ema": ema_of, "last":
 
 def check_averages(run_dir: Path, kind: str, weights: dict[int, Step], begin: int = 1) -> None:
     """Compares the average of every checkpoint with the mean of all weights from `begin` on."""
-    averages = steps_of(run_dir, "optimizer.average.")
+    averages = steps_of(run_dir, "optimizer.weight_average.")
     for step, found in averages.items():
         if step < begin:
             continue
@@ -114,7 +115,7 @@ def check_averages(run_dir: Path, kind: str, weights: dict[int, Step], begin: in
 def part(run_dir: Path) -> Step:
     """Returns the newest state without averages."""
     state = newest_state(run_dir)
-    return {name: one for name, one in state.items() if not name.startswith("optimizer.average")}
+    return {name: one for name, one in state.items() if "_average." not in name}
 
 
 @pytest.mark.parametrize("run", slow_but(RUNS, "replicas", "fsdp", "muon", "bfloat16_only"))
@@ -153,29 +154,23 @@ def test_a_run_may_begin_change_and_end_it(data: Path, tmp_path: Path) -> None:
     trained(4, "last")
     trained(STEPS, "ema")
     check_averages(run_dir, "ema", steps_of(run_dir), begin=5)
-    assert not any("average_recent" in name for name in newest_state(run_dir))
+    assert not any("recent_average" in name for name in newest_state(run_dir))
     trained(STEPS + 1, None)
     assert part(run_dir).keys() == newest_state(run_dir).keys()
 
 
 def skipping(config: Config, run_dir: Path) -> str:
     """Trains without the updates of steps 1 and 4."""
-    why = SkipPolicy.why_skipped
-
-    def why_skipped(self: SkipPolicy, *given: Any) -> Any:
-        calls.append(1)
-        return ("no targets", None) if len(calls) in (1, 4) else why(self, *given)
-
-    calls: list[int] = []
-    SkipPolicy.why_skipped = why_skipped  # type: ignore[method-assign]
-    return run_training(config, run_dir)
+    why = ["no targets" if step in (1, 4) else None for step in range(1, STEPS + 1)]
+    with mock.patch.object(SkipPolicy, "why_skipped", side_effect=[(each, None) for each in why]):
+        return run_training(config, run_dir)
 
 
 def test_skipped_updates_do_not_count(data: Path, tmp_path: Path) -> None:
     run_ranks(skipping, 1, config_of(data), tmp_path)
     weights = steps_of(tmp_path)
     assert not steps_of(tmp_path, "optimizer.")[1]
-    averages = steps_of(tmp_path, "optimizer.average.")
+    averages = steps_of(tmp_path, "optimizer.weight_average.")
     expected = ema_of([weights[step] for step in (2, 3, 5, 6, 7, 8)])
     for name, average in averages[STEPS].items():
         torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
@@ -206,7 +201,10 @@ def test_everything_that_opens_a_model_reads_it(
     assert f"averaged weights  {line['average_loss']:.4f}" in printed.getvalue()
     loaded = api.load(averaged, weights="average")
     weights, state = loaded.model.state_dict(), newest_state(averaged)
-    assert different(weights, {name: state[f"optimizer.average.{name}"] for name in weights}) == []
+    assert (
+        different(weights, {name: state[f"optimizer.weight_average.{name}"] for name in weights})
+        == []
+    )
     assert api.evaluate(loaded, max_rows=8).result.loss == line["average_loss"]
     saved = newest_state(api.save(loaded, tmp_path / "saved"))
     assert different(saved, {f"model.{name}": weight for name, weight in weights.items()}) == []
@@ -228,7 +226,6 @@ def test_everything_that_opens_a_model_reads_it(
         ("ema", "500 steps", 1000, 0.5 ** (1 / 500)),
         ("ema", "1.28e5 tokens", 1000, 0.5 ** (1 / 1000)),
         ("ema", None, 1000, 0.5 ** (1 / 20)),
-        ("ema", None, 10, 0.5),
         ("last", "1280 tokens", 1000, 10),
         ("last", None, 1000, 100),
         (None, None, 1000, 0),
@@ -283,7 +280,7 @@ def test_what_has_no_mean_is_refused(averaged: Path, data: Path, tmp_path: Path)
         ([f"{averaged}@3"], "name two checkpoints or more"),
         ([f"{averaged}@3", f"{averaged}@8", str(copy)], "each once"),
         ([f"{averaged}@3", f"{averaged}@99"], "has no checkpoint of step 99"),
-        ([f"{averaged}@3", str(other)], "its model.norm, tensors differ from those of"),
+        ([f"{averaged}@3", str(other)], "its model.norm differ from those of"),
     ):
         with pytest.raises(ValueError, match=words):
             average_checkpoints([Path(path) for path in paths], tmp_path / "mean")

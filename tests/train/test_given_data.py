@@ -13,6 +13,7 @@ from small_model import MODEL
 from trained import by_step, column, different, lines, newest_state, run_training
 from world import run_ranks
 
+from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read import given
 from moebius.data_pipeline.read.given import ADDRESS, giving
 from moebius.train.config.errors import ConfigError
@@ -57,8 +58,8 @@ def test_a_run_without_validation_rows_trains_and_another_dataset_is_refused(
     assert column(tmp_path / "run", "passes")[-1] == 16 / 50
     kept = make_config(train__eval_every=2, checkpoint__keep_best="validation")
     with giving(kept.data, ROWS, vocab_size=257) as data:
-        with pytest.raises(ConfigError, match="keep_best='validation' with a dataset without"):
-            kept.model_copy(update={"data": data})
+        with pytest.raises(DataError, match="no validation rows"):
+            check_data(kept.model_copy(update={"data": data}), tmp_path, is_whole=True)
     changed = ROWS.copy()
     changed[-1] += 1
     for other in (ROWS[:49], changed % 257):

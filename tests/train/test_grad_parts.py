@@ -109,3 +109,4 @@ def test_every_line_has_the_parts_of_its_norm_and_the_time_left(data: Path, tmp_
     assert [line["step"] for line in train] == [1, 2, 4, 5]
     # the first step says nothing yet
     assert ["left_s" in line for line in train] == [False, True, True, True]
+    assert train[-1]["left_s"] == 0

@@ -38,13 +38,14 @@ from moebius.train.run import resume
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SPECIAL = ("<pad>", "<s>", "</s>")
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe", "llama", "olmo2")
 
 
 def model_of(family: str) -> ModelConfig:
     """Returns a family's small model with fewer channels, and padding rows in its vocabulary."""
     small = RECIPES[f"{family}_small"]().model
-    return small.changed({"d_model": 32, "feed_forward.d_expert": 16, "vocab_size": 35})
+    hidden = "d_expert" if small.experts else "d_feed_forward"
+    return small.changed({"d_model": 32, f"feed_forward.{hidden}": 16, "vocab_size": 35})
 
 
 def publish(family: str, folder: Path) -> dict[str, Tensor]:
@@ -99,6 +100,8 @@ CASES = [  # every layout and every family, fused and interleaved experts also i
     *(("granitemoe", *LAYOUTS[at], "float32") for at in (4, 5)),
     ("deepseek_v3", *LAYOUTS[4], "float32"),
     ("deepseek_v3", *LAYOUTS[1], "bfloat16_only"),
+    ("llama", *LAYOUTS[3], "float32"),
+    ("olmo2", *LAYOUTS[5], "float32"),
 ]
 
 
@@ -164,6 +167,7 @@ def test_folders_that_cannot_start_a_run_are_refused(published: dict, tmp_path: 
 # Whose settings ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", HUB)
 def test_a_published_size_trains_on_with_its_recipe_at_a_lower_rate(name: str) -> None:
     recipe = RECIPES[name]()

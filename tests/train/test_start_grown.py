@@ -18,6 +18,7 @@ from trained import by_step, column, different, newest_state, run_training
 from world import run_ranks
 
 from moebius import start_from
+from moebius.distributed.average import AVERAGE
 from moebius.distributed.checkpoint import grown as module
 from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.checkpoint.grown import GrownReader, takes_from_json
@@ -183,9 +184,9 @@ def test_a_branch_grows_all_of_its_trunks_state(
     found, state = loaded(world, config, tmp_path / "run"), state_at(trunk, 4, tmp_path)
     assert different(found, grown_state(state, tmp_path / "run")) == []
     slots = {name.split(".")[1] for name in found if name.startswith("optimizer.")}
-    assert slots == {"momentum_buffer", "exp_avg", "exp_avg_sq", "average"}
+    assert slots == {"momentum_buffer", "exp_avg", "exp_avg_sq", AVERAGE}
     row = "group.0.feed_forward.router.weight"
-    moved = found[f"optimizer.average.{row}"] - found[f"model.{row}"]
+    moved = found[f"optimizer.{AVERAGE}.{row}"] - found[f"model.{row}"]
     assert torch.allclose(moved[:16:2], moved[1:16:2], atol=1e-6)
     meta, expected = meta_of(tmp_path / "run"), meta_of(tmp_path / "at")
     assert (meta["progress"], meta["data"]) == (expected["progress"], expected["data"])

@@ -43,7 +43,6 @@ _EXAMPLES = {  # of arguments, by name
     "tasks": '["piqa"]',
     "prompt": '"Once upon a time"',
     "text": '"Once upon a time"',
-    "files": '"notes.txt"',
     "tokens_BS": "torch.tensor([[1, 2, 3]])",
     "rows": "torch.tensor([[1, 2, 3]])",
     "ids": "[1, 2, 3]",

@@ -261,7 +261,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _check_best(self) -> Self:
         """Checks that the run measures by what `checkpoint.keep_best` chooses."""
-        best, prepare = self.checkpoint.keep_best, self.prepare
+        best = self.checkpoint.keep_best
         every = dict.fromkeys(self.evaluate.tasks, self.evaluate.every)
         every["validation"] = self.train.eval_every
         if best is not None and not every.get(best):
@@ -270,16 +270,12 @@ class Config(BaseModel):
                 f"checkpoint.keep_best=validation and train.eval_every={self.checkpoint.every or 100}, or "
                 "name a task of evaluate.tasks, or leave keep_best out"
             )
-        holds_out = prepare.validation_fraction or any(
-            s.validation_input for s in prepare.all_sources
-        )
-        lack = "prepare.validation_fraction=0: hold out text to measure the loss on"
-        if self.data.dataset:
-            holds_out = "validation: " in self.data.dataset
-            lack = "a dataset without validation rows: give fit(data=(train, validation))"
+        texts = (source.validation_input for source in self.prepare.all_sources)
+        holds_out = self.data.dataset or self.prepare.validation_fraction or any(texts)
         if best == "validation" and not holds_out:
             raise ValueError(
-                f"checkpoint.keep_best='validation' with {lack}, or leave keep_best out"
+                "checkpoint.keep_best='validation' with prepare.validation_fraction=0: hold out text to "
+                "measure the loss on, or leave keep_best out"
             )
         return self
 

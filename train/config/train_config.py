@@ -3,11 +3,10 @@
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -178,12 +177,6 @@ class TrainConfig(BaseModel):
         return self
 
 
-def _on_hub(tasks: Any) -> Any:
-    """Takes tasks that are only named, in a list or a text, from the hub."""
-    names = re.findall(r"\w+", tasks) if isinstance(tasks, str) else tasks
-    return {str(name): "hub" for name in names} if isinstance(names, list | tuple) else tasks
-
-
 class EvaluateConfig(BaseModel):
     """Configures zero-shot scores of the model, and texts that it writes, while it trains."""
 
@@ -192,12 +185,13 @@ class EvaluateConfig(BaseModel):
     every: NonNegativeInt = 0
     """Steps between two times, and once more at the end; 0: never."""
 
-    tasks: Annotated[dict[str, str], BeforeValidator(_on_hub)] = Field(
-        default={}, examples=['{hellaswag = "eval", piqa = "hub"}']
+    tasks: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["hellaswag", "piqa"]]
     )
-    """Zero-shot tasks by name, each with the folder of its file, or hub for the published set; names
-    alone (piqa,copa) stand for published sets.
-    """
+    """Zero-shot tasks to score, as in `moebius eval --tasks`."""
+
+    data: str = "hub"
+    """The folder of the tasks' files; hub: their published sets."""
 
     items: PositiveInt = 200
     """Maximum number of items per task, spread evenly over its file."""
@@ -207,11 +201,11 @@ class EvaluateConfig(BaseModel):
     )
     """Texts to continue by 100 tokens, as `moebius eval --prompt` does."""
 
-    @field_validator("tasks")
+    @field_validator("data")
     @classmethod
-    def _find_folders(cls, tasks: dict[str, str]) -> dict[str, str]:
-        """Makes folders absolute, because ranks run elsewhere."""
-        return {k: v if v == "hub" else str(Path(v).absolute()) for k, v in tasks.items()}
+    def _find_folder(cls, data: str) -> str:
+        """Makes a folder absolute, because ranks run elsewhere."""
+        return data if data == "hub" else str(Path(data).absolute())
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -219,6 +213,6 @@ class EvaluateConfig(BaseModel):
             raise ValueError(
                 f"evaluate.every={self.every} with {len(self.tasks)} tasks and {len(self.prompts)} prompts: "
                 "set evaluate.every=1000, for example, and name evaluate.tasks or evaluate.prompts, or "
-                "turn it off: evaluate.every=0 evaluate.tasks={} evaluate.prompts=[]"
+                "turn it off: evaluate.every=0 evaluate.tasks=[] evaluate.prompts=[]"
             )
         return self

@@ -28,6 +28,7 @@ class Arrangement:
     step: int = 1  # above 1: its entries lie interleaved with those of the other half
 
 
+_PARTS = ("weight", "bias")  # of a matrix
 SAME = Arrangement()
 FIRST, SECOND = Arrangement(half=0), Arrangement(half=1)  # rows
 LEADING_ONE = Arrangement(axes=(-1, 0))  # (1, E) of our (E,)
@@ -74,17 +75,19 @@ def in_layers(
 
 def attention(names: Mapping[str, str], norms: Mapping[str, str]) -> tuple[Rule, ...]:
     """Returns the rules of an attention's projections, with or without bias, and of its norms."""
-    found = {
-        f"{key}.{part}": f"{names[key]}.{part}" for key in names for part in ("weight", "bias")
-    }
+    found = {f"{key}.{part}": f"{names[key]}.{part}" for key in names for part in _PARTS}
     found |= {f"{key}.weight": f"{name}.weight" for key, name in norms.items()}
     return in_layers(found, "self_attn.", "attention.")
 
 
 def swiglu(theirs: str, ours: str) -> tuple[Rule, ...]:
-    """Returns the rules of a dense SwiGLU: gate rows above up rows."""
-    up = {"gate_proj.weight": ("up.weight", FIRST), "up_proj.weight": ("up.weight", SECOND)}
-    return in_layers(up | {"down_proj.weight": ("down.weight", SAME)}, theirs, ours)
+    """Returns the rules of a dense SwiGLU, with or without bias: gate rows above up rows."""
+    halves = {"gate_proj": FIRST, "up_proj": SECOND}
+    found: dict[str, str | tuple[str, Arrangement]] = {
+        f"{key}.{part}": (f"up.{part}", halves[key]) for key in halves for part in _PARTS
+    }
+    found |= {f"down_proj.{part}": f"down.{part}" for part in _PARTS}
+    return in_layers(found, theirs, ours)
 
 
 def experts(theirs: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -100,10 +103,13 @@ def banks(theirs: str, up: str, down: str) -> tuple[Rule, ...]:
 
 BANKS = "feed_forward.sparse.experts."
 GATE, GATE_BIAS = "feed_forward.router.weight", "feed_forward.router.selection_bias"
-OUTER = (
+EMBEDDING_AND_HEAD = (
     Rule("embedding", "model.embed_tokens.weight"),
     Rule("final_norm.weight", "model.norm.weight"),
     Rule("head.weight", "lm_head.weight"),
+)
+OUTER = (
+    *EMBEDDING_AND_HEAD,
     *in_layers({"input_layernorm.weight": "attention_norm.weight"}),
     *in_layers({"post_attention_layernorm.weight": "feed_forward_norm.weight"}),
 )
@@ -118,12 +124,13 @@ SELECTION_BIAS = in_layers({"mlp.gate.e_score_correction_bias": GATE_BIAS})
 EXPERTS = experts("mlp.experts.", "gate_proj", "up_proj", "down_proj")
 FUSED = banks("mlp.experts.", "gate_up_proj", "down_proj")
 MIXTURE = (*OUTER, *ATTENTION, *ROUTER, *EXPERTS)
+DENSE_MODEL = (*OUTER, *ATTENTION, *DENSE)
 
 _LAYER = re.compile(r"^group\.(\d+)\.")
 
 # config.json -------------------------------------------------------------------------------------
 
-_DECODER = {  # of every family: pre-norm decoders that repeat no layer
+_DECODER = {  # of families unless they say otherwise; none repeats a layer
     "norm": "pre",
     "norm_layer": "rmsnorm",
     "head_bias": False,
@@ -151,8 +158,11 @@ DENSE_ATTENTION = (
     ConfigKey("head_dim", "attention.d_head"),
 )
 QKVO_BIAS = ConfigKey("attention_bias", "attention.bias", bool, {False: "none", True: "qkvo"})
+WINDOW = ConfigKey("sliding_window", "attention.window", null=True)
 TOP_K, NUM_EXPERTS = "feed_forward.router.top_k", "feed_forward.num_experts"
 D_EXPERT, D_DENSE = "feed_forward.d_expert", "feed_forward.d_feed_forward"
+DENSE_PARTS = (*DENSE_ATTENTION, ConfigKey("intermediate_size", D_DENSE))
+WITHOUT_EXPERTS = {"feed_forward.kind": "dense"}
 RENORMALISE = ConfigKey("norm_topk_prob", "feed_forward.router.renormalise", bool)
 BALANCE = Balance("router_aux_loss_coef")
 TOKEN_CHOICE = (ConfigKey("num_experts_per_tok", TOP_K, also=("experts_per_token",)), BALANCE)

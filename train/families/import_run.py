@@ -66,7 +66,7 @@ from ..recipes.smoke import RECIPES
 from ..record.run_folder import checkpoint_config, config_of
 from ..state import TrainingProgress
 from .family import Rule
-from .start import weights_in_folder
+from .start import recipe_and_changes, weights_in_folder
 from .table import open_family, shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
@@ -221,6 +221,7 @@ def import_folder(
             does not fit it; or `out` exists.
     """
     refuse_existing(out)
+    name, overrides = recipe_and_changes(name, overrides)
     plan = open_family(folder, family)
     weights = weights_in_folder(plan, given=str(folder.absolute()))
     tokenizer = {**weights.sections.tokenizer, "tokenizer": str(out.absolute() / SOURCE_FILES)}
@@ -273,20 +274,18 @@ def average_checkpoints(
         size = sum(file.num_bytes for file in each.manifest.files.values())
         open_verified(each.path, start_progress(f"checking {each.path.name}", size))
     last = max(stored, key=lambda each: each.meta.step)
-    state = {name: partial(_mean, stored, name) for name in first["tensors"]}
+    names = (name for name in last.index.tensors if name.startswith("model."))
+    state = {name.removeprefix("model."): partial(_mean, stored, name) for name in names}
     notes, made_of = f", the mean of {some_of(named)}", [str(each.path) for each in stored]
     config = checkpoint_config(last.path, last.meta.meta)
     return _write_after(last, out, config, state, f"the mean of {', '.join(made_of)}", notes)
 
 
 def _model_of(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Returns what checkpoints must share to have a mean: sizes, shapes, and the tokenizer if known."""
-    meta, tensors = stored.meta.meta, stored.index.tensors.items()
-    values = checkpoint_config(stored.path, meta).model.model_dump(mode="json")
-    tokenizer = _tokenizer_of(stored)
-    shapes = {name[6:]: one.shape for name, one in tensors if name.startswith("model.")}
-    found = {f"model.{key}": value for key, value in values.items()} | {"tensors": shapes}
-    return found | ({} if tokenizer is None else {"tokenizer": tokenizer})
+    """Returns what checkpoints must share to have a mean: the model, and the tokenizer if known."""
+    model = checkpoint_config(stored.path, stored.meta.meta).model.model_dump(mode="json")
+    tokenizer = {"tokenizer": known} if (known := _tokenizer_of(stored)) else {}
+    return {f"model.{key}": value for key, value in model.items()} | tokenizer
 
 
 def _tokenizer_of(stored: StoredCheckpoint) -> str | None:
@@ -296,9 +295,9 @@ def _tokenizer_of(stored: StoredCheckpoint) -> str | None:
 
 def _mean(stored: Sequence[StoredCheckpoint], name: str, dtype: torch.dtype) -> Tensor:
     """Returns the mean of a tensor over checkpoints, summed in float64."""
-    total = read_tensor(stored[0], f"model.{name}").double()
+    total = read_tensor(stored[0], name).double()
     for each in stored[1:]:
-        total += read_tensor(each, f"model.{name}")
+        total += read_tensor(each, name)
     return (total / len(stored)).to(dtype)
 
 

@@ -289,15 +289,18 @@ class Windows:
     step: int = 2  # without a list every so many layers have it, from the first
     switch: bool = False  # use_sliding_window turns it on; below max_window_layers if listed
     listed: bool = True  # layer_types is written
+    begins: bool = False  # with max_window_layers, where otherwise the layers with a window end
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """Returns the window and its layers."""
         reader.known.update(("layer_types", "sliding_window"))
-        count = last = reader.take("num_hidden_layers", int)
+        count = reader.take("num_hidden_layers", int)
         is_used = reader.take("use_sliding_window", bool) if self.switch else True
+        having = range(count if is_used else 0)
         if is_used and self.switch and self.listed:
-            last = reader.take("max_window_layers", int)
-        usual = [_TYPES[is_used and n < last and n % self.step == 0] for n in range(count)]
+            bound = reader.take("max_window_layers", int)
+            having = having[bound:] if self.begins else having[:bound]
+        usual = [_TYPES[n in having and n % self.step == 0] for n in range(count)]
         types = reader.values.get("layer_types") or usual
         is_list = isinstance(types, list) and len(types) == count
         if not is_list or any(each not in _TYPES for each in types):
@@ -305,7 +308,7 @@ class Windows:
             raise UnfitError(f"layer_types={types!r:.{_SHOWN}} must name {count} layers {names}")
         layers = tuple(n for n in range(count) if types[n] == _TYPES[True])
         window = reader.take("sliding_window", int, null=True) if is_used else None
-        if not layers or (window is None and "layer_types" not in reader.values):
+        if not layers or (window is None and types is usual):
             return {}
         if not window:
             raise UnfitError(
@@ -323,7 +326,8 @@ class Windows:
         if self.listed:
             found["layer_types"] = [_TYPES[n in layers] for n in range(count)]
         if self.switch:
-            found |= {"use_sliding_window": window is not None, "max_window_layers": count}
+            bound = layers[0] if self.begins and layers else count
+            found |= {"use_sliding_window": window is not None, "max_window_layers": bound}
         return found
 
 
@@ -331,11 +335,15 @@ _ROPE = {  # defaults of rope_parameters
     **dict(rope_type="default", beta_fast=32.0, beta_slow=1.0, truncate=True, factor=None),
     **dict(mscale=0.0, mscale_all_dim=0.0, attention_factor=None),
 }
+# Of two kinds of rope_parameters: the keys of YarnConfig
+_STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_positions"}
+_YARN = _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "truncate")}
+_LLAMA3 = _STRETCH | {"low_freq_factor": "beta_slow", "high_freq_factor": "beta_fast"}
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Maps rotary positions: rope_theta and rope_scaling, or rope_parameters, with YaRN."""
+    """Maps rotary positions: rope_theta and rope_scaling, or rope_parameters, with their scaling."""
 
     theta: float = 10000.0
     share: float = 1.0  # of a head's channels that rotate, without partial_rotary_factor
@@ -343,9 +351,11 @@ class Rotary:
     latent: bool = False  # multi-head latent attention, whose width is fixed and scale has m²
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """Returns width, base, YaRN and the factors that follow from it."""
+        """Returns width, base, scaling and the factors that follow from it."""
         rope = self._parameters(reader)
         kind, base = rope.take("rope_type", str, ("type",)), rope.take("rope_theta", float)
+        if base <= 1:
+            raise UnfitError(f"rope_theta={base} must be above 1")
         found = {"positions.kind": "rotary", "positions.base": base}
         share = rope.take("partial_rotary_factor", float)
         if share != 1:
@@ -356,9 +366,11 @@ class Rotary:
             found["positions.width"] = int(reader.take("head_dim", int) * share)
         if kind == "yarn":
             found |= self._yarn(rope, reader)
+        elif kind == "llama3":
+            found["positions.yarn"] = _llama3(rope)
         elif kind != "default":
             raise UnfitError(
-                f"rope_type={kind!r:.{_SHOWN}}: only default and yarn are computed here"
+                f"rope_type={kind!r:.{_SHOWN}}: only default, yarn and llama3 are computed here"
             )
         rope.refuse_unknown()
         reader.notes += [note for note in rope.notes if note.startswith("rope_theta")]
@@ -406,13 +418,14 @@ class Rotary:
         base, yarn = model["attention.positions.base"], model["attention.positions.yarn"]
         width, d_head = model["attention.positions.width"], model["attention.d_head"]
         share = {} if self.share == 1 else {"partial_rotary_factor": width / d_head}
-        scaling = None if yarn is None else {"rope_type": "yarn"} | self._scaling(model, yarn)
+        scaling = None if yarn is None else self._scaling(model, yarn)
         both = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": base} | share
         return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": both} | share
 
     def _scaling(self, model: Dotted, yarn: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: value for name, value in yarn.items() if name != "original_positions"}
-        found["original_max_position_embeddings"] = yarn["original_positions"]
+        if yarn["ramp"] == "turns":
+            return {"rope_type": "llama3"} | {name: yarn[_LLAMA3[name]] for name in _LLAMA3}
+        found = {"rope_type": "yarn"} | {name: yarn[_YARN[name]] for name in _YARN}
         usual = _m(yarn["factor"])
         if self.latent:
             width = model["attention.d_head"] + model["attention.d_rotary"]
@@ -424,6 +437,23 @@ class Rotary:
 
 
 Part = Own | ConfigKey | Only | Balance | Windows | Rotary
+
+
+def _llama3(rope: Reader) -> dict[str, Any]:
+    """Returns Llama 3.1's scaling as keys of YaRN.
+
+    Raises:
+        UnfitError: a key is missing or no scaling.
+    """
+    kinds = dict.fromkeys(_LLAMA3, float) | {"original_max_position_embeddings": int}
+    given = {name: rope.take(name, kind) for name, kind in kinds.items()}
+    are_numbers = all(isinstance(value, int | float) and value > 0 for value in given.values())
+    if not are_numbers or given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise UnfitError(
+            f"rope_type='llama3' with {_listed(given)}: all must be above 0, and low_freq_factor "
+            "below high_freq_factor"
+        )
+    return {ours: given[name] for name, ours in _LLAMA3.items()} | {"ramp": "turns"}
 
 
 def _m(factor: float, scale: float = 1.0) -> float:

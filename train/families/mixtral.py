@@ -1,10 +1,50 @@
-"""Mixtral (arXiv 2401.04088) and OLMoE (arXiv 2409.02060)."""
+"""Mixtral (arXiv 2401.04088) and OLMoE (arXiv 2409.02060); Llama, Mistral and OLMo 2, all dense."""
 
 from typing import Any
 
 from . import family as f
 from .keys import ConfigKey, Dotted, Only, Own, Reader, Rotary, UnfitError
 
+_LLAMA_SIZES = (
+    dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
+    | dict(intermediate_size=11008, num_key_value_heads=None)
+    | dict(rms_norm_eps=1e-6, attention_bias=False)
+)
+_MISTRAL_SIZES = _LLAMA_SIZES | dict(intermediate_size=14336, num_key_value_heads=8)
+LLAMA = f.Family(
+    ("llama",),
+    "LlamaForCausalLM",
+    parts=(
+        *f.DENSE_PARTS,
+        f.QKVO_BIAS,
+        Rotary(),
+        ConfigKey("mlp_bias", "feed_forward.dense_bias", bool),
+        Only("pretraining_tp", 1),
+    ),
+    constants=f.WITHOUT_EXPERTS,
+    defaults=_LLAMA_SIZES | {"mlp_bias": False},
+    rules=f.DENSE_MODEL,
+)
+MISTRAL = f.Family(
+    ("mistral",),
+    "MistralForCausalLM",
+    parts=(*f.DENSE_PARTS, Rotary(), f.WINDOW),
+    constants=f.WITHOUT_EXPERTS,
+    defaults=_MISTRAL_SIZES | {"sliding_window": 4096},
+    rules=f.DENSE_MODEL,
+)
+OLMO2 = f.Family(
+    ("olmo2",),
+    "Olmo2ForCausalLM",
+    parts=(*f.DENSE_PARTS, f.QKVO_BIAS, Rotary()),
+    constants=f.WITHOUT_EXPERTS | {"norm": "output", "attention.qk_norm": "all_heads"},
+    defaults=_LLAMA_SIZES | dict(vocab_size=50304, rms_norm_eps=1e-5),
+    rules=(
+        *(*f.EMBEDDING_AND_HEAD, *f.ATTENTION, *f.DENSE),
+        *f.in_layers({"post_attention_layernorm.weight": "attention_output_norm.weight"}),
+        *f.in_layers({"post_feedforward_layernorm.weight": "feed_forward_output_norm.weight"}),
+    ),
+)
 MIXTRAL = f.Family(
     ("mixtral",),
     "MixtralForCausalLM",
@@ -14,15 +54,14 @@ MIXTRAL = f.Family(
         Rotary(1e6),
         ConfigKey("num_local_experts", f.NUM_EXPERTS, also=("num_experts",)),
         ConfigKey("intermediate_size", f.D_EXPERT),
-        ConfigKey("sliding_window", "attention.window", null=True),
+        f.WINDOW,
         Only("router_jitter_noise", 0.0),
     ),
     constants={
         "feed_forward.router.kind": "token_choice",
         "feed_forward.router.renormalise": True,
     },
-    defaults=dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336)
-    | dict(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    defaults=_MISTRAL_SIZES
     | dict(rms_norm_eps=1e-5, sliding_window=None, num_experts_per_tok=2, num_local_experts=8)
     | dict(router_aux_loss_coef=0.001),
     rules=(

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv 2407.10671), with a gated shared expert, and Qwen3-MoE (arXiv 2505.09388)."""
+"""Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388), dense and as mixtures."""
 
 from typing import Any
 
@@ -31,9 +31,10 @@ _PARTS = (
     Rotary(),
 )
 _CONSTANTS = {"feed_forward.router.kind": "token_choice"}
+_ALL = dict(vocab_size=151936, rms_norm_eps=1e-6, use_sliding_window=False, sliding_window=4096)
 _DEFAULTS = (
-    dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=24, rms_norm_eps=1e-6)
-    | dict(use_sliding_window=False, sliding_window=4096, decoder_sparse_step=1)
+    _ALL
+    | dict(hidden_size=2048, num_hidden_layers=24, decoder_sparse_step=1)
     | dict(mlp_only_layers=lambda reader: [], norm_topk_prob=False, router_aux_loss_coef=0.001)
 )
 QWEN2 = f.Family(
@@ -67,4 +68,26 @@ QWEN3 = f.Family(
     | dict(attention_bias=False),
     rules=(*f.MIXTURE, *f.DENSE),
     also=f.FUSED,
+)
+_DENSE_PARTS = (*f.DENSE_PARTS, Rotary(), Windows(step=1, switch=True, begins=True))
+_DENSE_DEFAULTS = (
+    _ALL
+    | dict(hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, max_window_layers=28)
+    | dict(num_attention_heads=32, num_key_value_heads=32)
+)
+DENSE_QWEN2 = f.Family(
+    ("qwen2",),
+    "Qwen2ForCausalLM",
+    parts=_DENSE_PARTS,
+    constants=f.WITHOUT_EXPERTS | {"attention.bias": "qkv"},
+    defaults=_DENSE_DEFAULTS,
+    rules=f.DENSE_MODEL,
+)
+DENSE_QWEN3 = f.Family(
+    ("qwen3",),
+    "Qwen3ForCausalLM",
+    parts=(*_DENSE_PARTS, f.QKVO_BIAS),
+    constants=f.WITHOUT_EXPERTS | {"attention.qk_norm": "per_head"},
+    defaults=_DENSE_DEFAULTS | dict(head_dim=128, attention_bias=False),
+    rules=f.DENSE_MODEL,
 )

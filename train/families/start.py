@@ -114,8 +114,7 @@ def start_from(
             the weights, or the trunk of a branch; or the model cannot grow so.
         CheckpointError: the run has no such checkpoint, or its files are damaged.
     """
-    if name is not None and "=" in name:  # no recipe but a change
-        name, overrides = None, [name, *overrides]
+    name, overrides = recipe_and_changes(name, overrides)
     trust(overrides)
     if name is not None and not name.endswith(".json"):
         base_values(name, RECIPES)  # the user has named what it names
@@ -143,6 +142,13 @@ def start_from(
     if source.kind == "folder":
         notes.append(settings_words(config, f"those of {name}" if is_named else weights.whose))
     return Start(config, source, tuple(notes))
+
+
+def recipe_and_changes(
+    name: str | None, overrides: Sequence[str]
+) -> tuple[str | None, Sequence[str]]:
+    """Returns a recipe's name, if one was given, and changes; a name with = is the first of them."""
+    return (None, [name, *overrides]) if name is not None and "=" in name else (name, overrides)
 
 
 def _names_other_text(weights: GivenWeights, overrides: Sequence[str]) -> bool:

@@ -21,11 +21,14 @@ from .family import Family, Rule
 from .glm import ERNIE, GLM4
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE_SHARED
-from .mixtral import MIXTRAL, OLMOE
+from .mixtral import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE
 from .own import OWN
-from .qwen import QWEN2, QWEN3
+from .qwen import DENSE_QWEN2, DENSE_QWEN3, QWEN2, QWEN3
 
-FAMILIES = (*(MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3, GPT_OSS, GRANITE, GRANITE_SHARED, GLM4, ERNIE),)
+FAMILIES = (
+    *(MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3, GPT_OSS, GRANITE, GRANITE_SHARED, GLM4, ERNIE),
+    *(LLAMA, MISTRAL, DENSE_QWEN2, DENSE_QWEN3, OLMO2),
+)
 FAMILY = Registry(
     "family",
     "a family of models",

@@ -1,8 +1,8 @@
 """A few steps of a run that save nothing: they show what the whole run will take.
 
-Every rank makes them (`python -m moebius.train RUN_DIR --dry-run`) in the run's layout and sizes, on drawn tokens. The
-first step has the most loops that the run draws, so that memory has its peak. The last one has about
-the mean of them and is timed; others before it compile, and capture CUDA graphs.
+Every rank makes them (`python -m moebius.train RUN_DIR --dry-run`) in the run's layout and sizes, on drawn tokens. They are
+among the last of the run, where loops have grown. The first one has the most drawn loops, so that memory has its peak. The
+others have about the mean: a CUDA graph is captured when its form comes a second time, so the third is timed.
 """
 
 import json
@@ -28,57 +28,44 @@ from ..record.heartbeat import Phase, open_heartbeat
 from ..run import Run, assemble
 from ..state import state_tensors
 
-_LOOKED_AT = 64  # steps, spread over the run, whose loops are compared
+_LOOKED_AT = 64  # steps, whose loops are compared
 
 
 def dry_run(config: Config, run_dir: Path) -> str:
-    """Makes the steps, and writes what they take into result.json; a collective call.
-
-    Returns:
-        "finished", or "stopped" after a stop request.
-    """
+    """Makes the steps, and writes what they take into result.json; a collective call."""
     train = config.train
     with start_process(train.device, timeout_s=train.timeout_s, threads=train.threads) as process:
         run = assemble(config, run_dir, process, open_heartbeat())
-        (steps, share), step_s = _steps(run), 0.0
-        result: dict[str, Any] = {"state": "finished", "step": train.steps}
-        batch = _drawn_batch(run)
-        for number in steps:
-            run.state.progress = replace(run.progress, step=number)
-            run.heartbeat.begin_step(number + 1)
+        batch, step_s = _drawn_batch(run), 0.0
+        for done in _steps(config):
+            run.state.progress = replace(run.progress, step=done)
+            run.heartbeat.begin_step(done + 1)
             began_s = time.perf_counter()
-            if step(run, batch, rate=0.0).stop:
-                result = {"state": "stopped", "step": 0}  # at the last step, it would be an end
-                break
+            step(run, batch, rate=0.0)
             if process.device.type == "cuda":
                 torch.cuda.synchronize()
             step_s = time.perf_counter() - began_s
             run.heartbeat.end_step()
         run.heartbeat.enter(Phase.END)
-        result |= _measured(run, step_s, share)
+        result = {"state": "finished", "step": train.steps} | _measured(run, step_s)
         if process.rank == 0:
             write_atomically(run_dir / "result.json", json.dumps(result))
-        return result["state"]
+    return "finished"
 
 
-def _steps(run: Run) -> tuple[list[int], float]:
-    """Returns how many steps are done before each one that is made, and the mean loops ÷ the last one's."""
-    model, train = run.config.model, run.config.train
-    depth = model.loops.depth
-    sequences = range(train.global_batch if depth.per == "sequence" else 1)
+def _steps(config: Config) -> list[int]:
+    """Returns how many steps of the run are done before each one that is made."""
+    model, train = config.model, config.train
     loops = {
-        done: sum(loops_of(depth, model.num_repeats, train.seed, done, each) for each in sequences)
-        for done in range(0, train.steps, max(1, train.steps // _LOOKED_AT))
+        done: loops_of(model.loops.depth, model.num_repeats, train.seed, done, 0)
+        for done in range(max(0, train.steps - _LOOKED_AT), train.steps)
     }
-    mean = sum(loops.values()) / len(loops)
-    usual = min(loops, key=lambda done: abs(loops[done] - mean))
-    # a CUDA graph is captured when its form comes a second time
-    times = 3 if run.process.device.type == "cuda" else 1
-    return [max(loops, key=loops.__getitem__), *[usual] * times], mean / loops[usual]
+    usual = min(loops, key=lambda done: abs(loops[done] - model.num_repeats))
+    return [max(loops, key=loops.__getitem__), usual, usual, usual]
 
 
-def _measured(run: Run, step_s: float, share: float) -> dict[str, Any]:
-    """Returns what the slowest and the largest rank took, and what follows; a collective call."""
+def _measured(run: Run, step_s: float) -> dict[str, Any]:
+    """Returns what the slowest and the largest rank took, and a checkpoint's bytes; a collective call."""
     device = run.process.device
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory *= 1 if sys.platform == "darwin" else 1024
@@ -92,8 +79,7 @@ def _measured(run: Run, step_s: float, share: float) -> dict[str, Any]:
         math.prod(shards[name].global_shape if name in shards else tensor.shape) * tensor.itemsize
         for name, tensor in tensors.items()
     )
-    run_s = run.config.train.steps * step_s * share
-    return {"memory": memory, "step_s": step_s, "run_s": run_s, "checkpoint": sum(saved)}
+    return {"memory": memory, "step_s": step_s, "checkpoint": sum(saved)}
 
 
 def _drawn_batch(run: Run) -> Batch:

@@ -8,7 +8,6 @@ numbers continues as another run there, from the step that it went back to. Tens
 abandoned steps instead.
 """
 
-import html
 import importlib
 import inspect
 import json
@@ -42,21 +41,13 @@ _LAYOUT = {
 }
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one request to MLflow
 _MOST_CHARS = 500  # of a parameter's value, the limit of older MLflow servers
-_MOST_NAME_CHARS = 40  # of a sample's
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _TELLING = ("loss", "learning_rate", "digest")  # the latter is of the step's data
 _ROUNDING = 1e-3  # of a loss, on other ranks
 # Kinds of lines in which a step occurs once; any other line is a separate event.
 _ONCE_PER_STEP = {
-    "train",
-    "eval",
-    "scores",
-    "samples",
-    "checkpoint",
-    "checkpoint_copy",
-    "expert_placement",
-    "spike",
-}
+    "train", "eval", "scores", "checkpoint", "checkpoint_copy", "expert_placement", "spike"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,8 +89,6 @@ class TensorBoard:
         for record in records:
             for curve, value in self._facts.points(record):
                 self._writer.add_scalar(curve, value, record.step, record.time_s)
-            for name, text in texts_of(record):
-                self._writer.add_text(name, text, record.step, record.time_s)
 
     def close(self, state: str) -> None:
         """Writes what is left, and closes the event file."""
@@ -173,12 +162,8 @@ class WandB(_Service):
         self._run.define_metric("*", step_metric="step")
 
     def _send(self, records: Sequence[Record]) -> None:
-        import wandb
-
         for record in records:
-            row: dict[str, Any] = dict(self._facts.points(record))
-            for name, text in texts_of(record):
-                row[name] = wandb.Html(f"<pre>{html.escape(text)}</pre>")
+            row = dict(self._facts.points(record))
             if row:
                 self._run.log(row | {"step": record.step})
 
@@ -489,13 +474,6 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
 
 
 # Shared by sinks --------------------------------------------------------------------------------
-
-
-def texts_of(record: Record) -> Iterator[tuple[str, str]]:
-    """Yields the text in a line about a sample, and its name: the prompt's first words."""
-    if record.kind == "samples":
-        prompt, text = record.values["prompt"], record.values["text"]
-        yield f"samples/{' '.join(prompt.split())[:_MOST_NAME_CHARS]}", prompt + text
 
 
 def flat_values(values: Mapping[str, Any], before: str = "") -> dict[str, bool | str | float | int]:

@@ -4,7 +4,6 @@ train/metrics/log.py writes the numbers.
 """
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from ...distributed.dispatch.exchange import Counters, hottest_factor
 from ...distributed.process.process import Process
-from ...model.cost import forward_flops, peak_flops
+from ...model.cost import PEAKS, forward_flops
 from ...model.execution.precision import products_dtype
-from ...model.loops.depth import loops_until
 from ..config.run_config import Config
 from ..loss import MicroBatchLoss
 
@@ -114,57 +112,15 @@ class StepClock:
         return elapsed_s / steps, (waited_s - self._waited_s) / steps
 
 
-@dataclass
-class Pace:
-    """Predicts the rest of a run from the steps and evaluations of this process.
-
-    A step's time is the mean of the logged ones, for each loop that they make, since later steps may make
-    more (`model.loops.depth`). The first one, which compiles and fills caches, is left out. Evaluations
-    are rare and long, so the newest of each kind counts apart. A process that resumes a run measures
-    anew: no interruption is in it.
-    """
-
-    evaluations: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By kind: the steps between two, and the seconds of the newest."""
-    _steps_s: float = 0.0
-    _loops: int = 0  # of the same steps
-    _peaks: dict[int, float | None] = field(default_factory=dict)  # by loops
-
-    def facts(self, step: int, step_s: float, config: Config, process: Process) -> dict[str, float]:
-        """Returns `left_s`, from a step to the run's end, and `mfu`, as far as they are known."""
-        train, model, found = config.train, config.model, dict[str, float]()
-        before, done, all_loops = (
-            loops_until(model.loops.depth, model.num_repeats, steps)
-            for steps in (step - 1, step, train.steps)
-        )
-        if self._peaks:  # else it is the first step
-            self._steps_s += step_s
-            self._loops += done - before
-            left_s = self._steps_s / self._loops * (all_loops - done)
-            for every, seconds in self.evaluations.values():
-                left_s += evaluations_left(step, train.steps, every) * seconds
-            found["left_s"] = round(left_s, 1)
-        if (loops := done - before) not in self._peaks:
-            self._peaks[loops] = peak_tokens_per_s(config, process, loops)
-        if (peak := self._peaks[loops]) is not None:
-            tokens = train.global_batch * config.data.seq_len
-            found["mfu"] = round(tokens / step_s / peak, 4)
-        return found
-
-
-def evaluations_left(step: int, steps: int, every: int) -> int:
-    """Returns how many evaluations come after a step's update, its own and the last one included."""
-    return 1 + ((steps - 1) // every - (step - 1) // every if every else 0)
-
-
-def peak_tokens_per_s(config: Config, process: Process, loops: int) -> float | None:
-    """Returns all ranks' tokens/s at an MFU of 1; None if the peak of rank 0's GPU is unknown."""
-    if process.device.type != "cuda":
+def peak_tokens_per_s(config: Config, process: Process) -> float | None:
+    """Returns all ranks' tokens/s at an MFU of 1; None if rank 0's GPU is unknown, or loops grow."""
+    if process.device.type != "cuda" or config.model.loops.depth.kind == "growing":
         return None
-    dtype = products_dtype(config.train.precision)
-    peak = peak_flops(torch.cuda.get_device_name(process.device), dtype)
-    flops = forward_flops(config.model.with_loops(loops), config.data.seq_len).training
-    return None if peak is None else process.world_size * peak / flops
+    peaks = PEAKS.get(torch.cuda.get_device_name(process.device))
+    if peaks is None:
+        return None
+    peak = peaks[products_dtype(config.train.precision) == torch.float32]
+    return process.world_size * peak / forward_flops(config.model, config.data.seq_len).training
 
 
 def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -102,7 +102,7 @@ def test_closing_words_of_a_success(tmp_path):
     text = words(status, picture=tmp_path / "summary.png")
     assert "SUCCEEDED  finished at step 50" in text
     assert f"8.0000 → 4.0000   (perplexity {math.exp(8):,.1f} → 54.6)" in text
-    assert "piqa 0.250 → 0.750, copa 0.500" in text
+    assert "piqa 0.750, copa 0.500" in text
     assert "50 steps, 50 tokens, 9 tokens/s, 1 min 05 s in all" in text
     assert (
         "1   fault drill: rank 3 was killed on purpose at step 30; generation 2 continued from the checkpoint of step 25"

@@ -1,5 +1,6 @@
 """Rows of a dataset that Python gives: their order and position, and what is no row."""
 
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,18 @@ def test_a_bad_row_between_the_sampled_ones_is_told_when_it_is_read() -> None:
     with giving(DATA, rows, vocab_size=VOCAB) as data:
         with pytest.raises(DataError, match=r"data\[500\] has the token id 50"):
             steps_of(data, 10, global_batch=100)
+
+
+def test_a_second_fit_at_once_and_a_long_temporary_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = numbered(9)
+    with giving(DATA, rows, vocab_size=VOCAB), pytest.raises(DataError, match="rows to a run al"):
+        with giving(DATA, rows, vocab_size=VOCAB):
+            pass
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(util, "get_temp_dir", lambda: str(folder))
+    with pytest.raises(DataError, match="set TMPDIR to a shorter path"):
+        with giving(DATA, rows, vocab_size=VOCAB):
+            pass

@@ -45,9 +45,12 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 def test_tensorboard_shows_curves_and_configuration(tmp_path: Path) -> None:
     board = TensorBoard(facts_of(tmp_path), first_step=1)
+    sample = Record("samples", 2, 1.0, {"prompt": "Once", "text": " upon"})  # no curve
     board.write([line(step) for step in range(1, 13)])
+    board.write([Record("scores", 2, 1.0, {"piqa": 0.5}), sample])
     board.close("finished")
     found = read_board(tmp_path)
+    assert found.Scalars("scores/piqa")[0].value == 0.5
     assert losses(tmp_path) == [(step, 1.0) for step in range(1, 13)]
     assert found.Scalars("loss/train")[0].wall_time == 101.0
     assert found.Scalars("experts/max_violation/feed_forward")[3].value == 0.5
@@ -55,16 +58,6 @@ def test_tensorboard_shows_curves_and_configuration(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in second] == [(1, 0.25), (11, 0.25)]
     [configuration] = found.Tensors("configuration/text_summary")
     assert b'"d_model": 16' in configuration.tensor_proto.string_val[0]
-
-
-def test_tensorboard_shows_scores_and_samples(tmp_path: Path) -> None:
-    board = TensorBoard(facts_of(tmp_path), first_step=1)
-    sample = {"prompt": "Once\nupon", "text": " a time"}
-    board.write([Record("scores", 2, 1.0, {"piqa": 0.5}), Record("samples", 2, 1.0, sample)])
-    board.close("finished")
-    assert read_board(tmp_path).Scalars("scores/piqa")[0].value == 0.5
-    [text] = read_board(tmp_path).Tensors("samples/Once upon/text_summary")
-    assert text.tensor_proto.string_val[0] == b"Once\nupon a time"
 
 
 @pytest.fixture
