@@ -12,6 +12,7 @@ copies nothing has a state of zeros.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import gt
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -223,21 +224,15 @@ class GrownReader:
     """Reads a model that has grown out of the one that another reader reads."""
 
     def __init__(self, below: BlockReader, takes: Sequence[Take]) -> None:
-        """Checks the table against the model before.
-
-        Raises:
-            CheckpointError: it does not give every element of a tensor once, or copies what is not there.
-        """
+        """Checks that the takes give every element of a tensor once, from blocks that are there."""
         refuse_gaps("the growth", takes)
         self._below, self._parts = below, _by_name(takes)
         self._shapes = {name: _extent(own) for name, own in self._parts.items()}
         for take in takes:
-            found = below.shape(f"model.{take.source}") if take.source else ()
-            sizes = [take.sizes[axis] for axis in take.axes]
-            ends = [at + size for at, size in zip(take.at, sizes, strict=True)]
-            if found is None or [*map(min, ends, found)] != ends or len(ends) != len(found):
-                there = "no such tensor" if found is None else list(found)
-                raise CheckpointError(f"{take.name} copies {take.source} up to {ends}, of {there}")
+            shape = below.shape(f"model.{take.source}") if take.source else ()
+            ends = [at + take.sizes[axis] for at, axis in zip(take.at, take.axes, strict=True)]
+            if shape is None or len(shape) != len(ends) or any(map(gt, ends, shape)):
+                raise CheckpointError(f"{take.name} copies {take.source} up to {ends}, of {shape}")
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
@@ -264,11 +259,11 @@ class GrownReader:
     def _copy(self, take: Take, slot: str, inside: Sequence[int], block: Tensor) -> None:
         """Fills a block of a take's region with what it copies."""
         name = f"{slot}.{take.source}"
-        if take.source and (slot == "model" or self._below.shape(name) is not None):
-            at = [first + inside[axis] for first, axis in zip(take.at, take.axes, strict=True)]
-            self._below.fill(take.theirs(block), name, at)
-        else:
-            block.zero_()
+        if not take.source or (slot != "model" and self._below.shape(name) is None):
+            block.zero_()  # also the state of what the optimizer before did not keep
+            return
+        at = [first + inside[axis] for first, axis in zip(take.at, take.axes, strict=True)]
+        self._below.fill(take.theirs(block), name, at)
 
 
 def _own_name(name: str) -> tuple[str, str]:

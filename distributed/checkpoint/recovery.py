@@ -14,13 +14,12 @@ Cost: the bytes are read once by all ranks together (0.8 GB/s per core), twice f
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from ..local_shard import LocalShard
 from ..mesh import Mesh
 from .checkpoint_folder import DamagedCheckpoint, list_set_aside
 from .format import (
@@ -50,19 +49,11 @@ class WholeCheckpoint:
     fetched_for: Path | None = None  # final path of a `path` fetched from the second place
     grow: Callable[..., None] | None = None  # reads the state of a branch that grows out of it
 
-    def load(
-        self,
-        tensors: Mapping[str, Tensor],
-        shards: Mapping[str, LocalShard],
-        *,
-        mesh: Mesh,
-        allow_unexpected: bool,
-    ) -> None:
-        """Fills this rank's part of a run's state in place, all or nothing; as `loading.load`. Collective."""
-        if self.grow is not None:
-            return self.grow(tensors, shards, mesh=mesh)
-        options: dict[str, Any] = {"check_bytes": False, "allow_unexpected": allow_unexpected}
-        load(self.path, tensors, shards, mesh=mesh, **options)
+    def load(self, *state: Mapping[str, Any], mesh: Mesh, allow_unexpected: bool) -> None:
+        """Fills this rank's part of a run's state in place, tensors and shards. Collective."""
+        options = {"check_bytes": False, "allow_unexpected": allow_unexpected}
+        read = self.grow or partial(load, self.path, **options)
+        read(*state, mesh=mesh)
 
 
 def newest_whole(

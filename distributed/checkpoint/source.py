@@ -289,13 +289,7 @@ def _check_digest(source: Source, now: str) -> None:
 def open_reader(
     source: Source, *, part: int = 0, parts: int = 1, check_bytes: bool = True
 ) -> "BlockReader":
-    """Opens what a run starts from as the model that it starts with.
-
-    Args:
-        source: of the run.
-        part: which of `parts` shares of a checkpoint's files is verified.
-        parts: how many there are.
-        check_bytes: verify them.
+    """Opens what a run starts from as the model that it starts with; arguments as for `open_share`.
 
     Raises:
         CheckpointError: the source is gone, has changed or is damaged, or a growth does not fit it.
