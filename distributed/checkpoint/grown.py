@@ -114,6 +114,18 @@ class BlockReader(Protocol):
         ...
 
 
+def read_weight(reader: BlockReader, name: str) -> Tensor:
+    """Returns a whole weight of a model by its name there.
+
+    Raises:
+        CheckpointError: there is none of this name.
+    """
+    shape = reader.shape(f"model.{name}")
+    if shape is None:
+        raise CheckpointError(f"there is no {name}")
+    return reader.read(f"model.{name}", (0,) * len(shape), shape)
+
+
 class StoredReader:
     """Reads a checkpoint. It keeps the last chunk, which may hold the experts that come next."""
 

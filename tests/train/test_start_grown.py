@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from grown_case import InMemory
+from hf_case import make_run, model_of
 from parts import make_config
 from safetensors.torch import save_file
 from small_model import MODEL
@@ -23,12 +24,13 @@ from moebius.distributed.checkpoint.grown import GrownReader, takes_from_json
 from moebius.distributed.checkpoint.loading import read_chunk
 from moebius.distributed.checkpoint.pieces import cut
 from moebius.distributed.checkpoint.source import SOURCE, open_reader, read_source
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train import loop
 from moebius.train.config.errors import ConfigError
 from moebius.train.config.run_config import Config
-from moebius.train.families.table import FAMILY, pieces_of
+from moebius.train.families.table import FAMILY, pieces_of, shapes_of
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 
@@ -64,8 +66,10 @@ def grown_state(state: dict[str, Tensor], run_dir: Path) -> dict[str, Tensor]:
     assert source is not None
     for growth in source.grown:
         reader = GrownReader(reader, takes_from_json(growth.takes))  # type: ignore[assignment]
-    shapes = {name: reader.shape(name) for name in state}
-    return {name: reader.read(name, (0,) * len(s), s) for name, s in shapes.items() if s}
+    names = [f"model.{name}" for name in shapes_of(ModelConfig(**source.grown[-1].model))]
+    names += [name for name in state if not name.startswith("model.")]
+    shapes = {name: reader.shape(name) or () for name in names}
+    return {name: reader.read(name, (0,) * len(s), s) for name, s in shapes.items()}
 
 
 def meta_of(run_dir: Path) -> dict[str, Any]:
@@ -95,6 +99,21 @@ def test_every_layout_grows_the_same_bits(
     assert different(found, grown_state(state, run_dir)) == []
     assert config.model.experts is not None
     assert (config.model.experts.num_experts, config.model.experts.d_expert) == (20, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "mesh"), [LAYOUTS[at] for at in (0, 1, 2, 5)], ids=str)
+@pytest.mark.parametrize(
+    "words", ["mixture=8/4 drop=0.5", "prelude=0:1 core=1:3 coda=3:4 loops=2 mixture=8/2"]
+)
+def test_a_dense_model_grows_the_same_bits(
+    words: str, world: int, mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    dense, run_dir = make_run(tmp_path / "dense", model_of("dense")), tmp_path / "run"
+    own = ("train.device=cpu", "train.global_batch=32")
+    config = opened(dense, run_dir, *own, *on(mesh), grow=words)
+    state = {n: v for n, v in newest_state(dense).items() if n.startswith("model.")}
+    assert different(loaded(world, config, run_dir), grown_state(state, run_dir)) == []
 
 
 def published(folder: Path) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...data_pipeline.words import run_and_step
 from ...distributed.checkpoint.atomic_directory import refuse_existing
 from ...distributed.checkpoint.format import find_checkpoint, read_meta
-from ...distributed.checkpoint.grown import BlockReader
+from ...distributed.checkpoint.grown import BlockReader, read_weight
 from ...distributed.checkpoint.source import SOURCE_FILES, open_reader
 from ..config.errors import ConfigError
 from ..families.import_run import Imported, write_run
@@ -61,13 +61,10 @@ def grow_run(
     elif config.prepare.tokenizer == source.path:  # which the run has its own copy of
         own = {"tokenizer": str(out.absolute() / SOURCE_FILES)}
         config = config.model_copy(update={"prepare": config.prepare.model_copy(update=own)})
-    state = {
-        name: partial(_read_as, reader, name, shape)
-        for name, shape in shapes_of(config.model).items()
-    }
+    state = {name: partial(_read_as, reader, name) for name in shapes_of(config.model)}
     notes = "".join(f"\n  {note}" for note in start.notes)
     return write_run(out, config, state, notes, source, before=before)
 
 
-def _read_as(reader: BlockReader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return reader.read(f"model.{name}", (0,) * len(shape), shape).to(dtype)
+def _read_as(reader: BlockReader, name: str, dtype: torch.dtype) -> Tensor:
+    return read_weight(reader, name).to(dtype)

@@ -13,12 +13,17 @@ configuration and a table of regions (`Take`), which a run keeps in its source.j
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from ...data_pipeline.words import some_of
-from ...distributed.checkpoint.grown import BlockReader, GrownReader, takes_to_json
+from ...distributed.checkpoint.grown import (
+    BlockReader,
+    GrownReader,
+    read_weight,
+    takes_to_json,
+)
 from ...distributed.checkpoint.source import GrownBy
 from ...model.config.model_config import ModelConfig
 from ...model.config.sections import plain_message
@@ -107,7 +112,9 @@ def grow(
     first, growths, notes, is_exact = (model, reader), list[GrownBy](), list[str](), True
     for name, own in parse(words):
         try:
-            growth = OPERATORS[name].grow(model, own, Given(seed, _whole(model, reader), rows))
+            growth = OPERATORS[name].grow(
+                model, own, Given(seed, partial(read_weight, reader), rows)
+            )
         except ValidationError as error:
             said = "; ".join(plain_message(entry) for entry in error.errors())
             raise ConfigError(f"--grow {_text(own)}: {said}") from None
@@ -138,19 +145,11 @@ def _losses(
         given = rows()
     except ValueError as error:
         return f"the first evaluation says the loss after it ({error})"
-    found = [loss_of(model, _whole(model, reader), given) for model, reader in (before, after)]
+    found = [
+        loss_of(model, partial(read_weight, reader), given) for model, reader in (before, after)
+    ]
     count = sum(some.num_rows for some in given)
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
-
-
-def _whole(model: ModelConfig, reader: BlockReader) -> Callable[[str], Tensor]:
-    """Returns what reads a whole tensor by its name."""
-
-    def read(name: str) -> Tensor:
-        shape = shapes_of(model)[name]
-        return reader.read(f"model.{name}", (0,) * len(shape), shape)
-
-    return read
 
 
 def _text(words: Mapping[str, str]) -> str:

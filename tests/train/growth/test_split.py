@@ -6,7 +6,6 @@ import pytest
 import torch
 from grown_case import TOKENS, InMemory, State, drawn, given, grown, logits_of, near
 from published_case import arrays_of, folder_of
-from small_model import VARIANTS
 from torch import Tensor
 
 from moebius.distributed.checkpoint.grown import GrownReader
@@ -147,14 +146,3 @@ def test_experts_that_cannot_be_cut_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=answer):
         split(BASE.changed(changes), {"split": word}, given({}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_all_small_mixtures_keep_their_logits(name: str) -> None:
-    model = VARIANTS[name]
-    if model.experts is None:
-        return
-    state = drawn(model, torch.float64)
-    growth = split(model, {"split": "3"}, given(state))
-    near(logits_of(growth.model, grown(state, growth)), logits_of(model, state))
