@@ -78,14 +78,15 @@ class GrowthStudy:
 
     def _train_seed(self, seed: int, console: Console) -> int:
         """Trains a seed's trunks, what grows out of them, and the same models from drawn weights."""
-        if code := train_all([self.trunks((seed,))], console):
+        trunks, drawn = self.trunks((seed,)), self.drawn((seed,))
+        if code := train_all([trunks], console):
             return code
         with locked(self.folder / "grown"):
-            runs = [self.grown(case, seed) for case in CASES]
+            runs = [self.grown(case, trunks, drawn) for case in CASES]
             states = {state.state for state in run_all(runs, at_once=self.jobs)}
         if "stopped" in states:
             return INTERRUPTED
-        return max(int("failed" in states), train_all([self.drawn((seed,))], console))
+        return max(int("failed" in states), train_all([drawn], console))
 
     def _file(self, path: Path, seeds: Sequence[int] | None = None) -> ComparisonFile:
         file = read_file(path)
@@ -128,17 +129,17 @@ class GrowthStudy:
             entries[name] = entry.model_copy(update={"train": {**entry.train, "steps": steps}})
         return file.model_copy(update={"arms": entries})
 
-    def grown(self, case: str, seed: int) -> PlannedRun:
-        """Returns a run that grows out of its trunk, as its folder says."""
+    def grown(self, case: str, trunks: Request, drawn: Request) -> PlannedRun:
+        """Returns a run that grows out of its trunk of the same seed, as its folder says."""
         trunk, words = CASES[case]
-        (before,) = [run for run in self.trunks((seed,)).runs if run.arm == trunk]
-        (drawn,) = [run for run in self.drawn((seed,)).runs if run.arm == case]
-        steps, at = drawn.config.train.steps, half(before.config)
+        (before,) = [run for run in trunks.runs if run.arm == trunk]
+        (other,) = [run for run in drawn.runs if run.arm == case]
+        steps, at, seed = other.config.train.steps, half(before.config), before.seed
         lengths = {"train.steps": at + steps, "optim.decay_steps": round(_DECAY * steps)}
         changes = [f"{key}={value}" for key, value in lengths.items()]
         source, folder = f"{before.folder}@{at}", self.grown_folder(case, seed)
         start = moebius.start_from(source, *changes, grow=words)
-        if start.config.model != drawn.config.model:
+        if start.config.model != other.config.model:
             raise CompareError(f"{DRAWN.name}: the arm {case} is not the model that grows")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / START, {"source": source, "overrides": changes, "grow": words})
