@@ -137,13 +137,8 @@ def test_the_most_useful_experts_are_copied_at_most_three_times() -> None:
 @pytest.mark.parametrize(
     ("model", "words", "answer"),
     [
-        (SIGMA, {"experts": "2"}, "'2' of 8 experts: write ×2 to ×4, or \\+1 to \\+24"),
-        (SIGMA, {"experts": "×5"}, "for at most 3 copies of each"),
         (SIGMA, {"experts": "+25"}, "for at most 3 copies of each"),
         (V3.changed(GROUPS), {"experts": "+2"}, "num_groups=4; \\+4 can"),
-        (SIGMA, {"experts": "×2", "by": "size"}, "by=size is no measure .* load, norm, saliency"),
-        (SIGMA, {"experts": "×2", "asleep": ""}, "nothing wakes a copy of router.kind='sigmoid'"),
-        (V3, {"experts": "×2", "asleep": "", "noise": "1"}, "exclude each other"),
         (SIGMA, {"experts": "×2", "noise": "-1"}, "noise=-1 is not a share"),
         (SIGMA, {"experts": "+1", "by": "load"}, "there is no prepared data to measure experts"),
     ],
