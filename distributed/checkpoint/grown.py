@@ -55,6 +55,11 @@ class Take:
     std: float = 0.0
     seed: int = 0  # of the noise, which also depends on the name and the place inside the region
 
+    @property
+    def counts(self) -> list[int]:
+        """Returns the sizes of the block that is copied, per dim of the source."""
+        return [self.sizes[axis] for axis in self.axes]
+
     def theirs(self, block: Tensor) -> Tensor:
         """Returns a block of the region as a view in the source's order of dims."""
         lacking = [dim for dim in range(block.ndim) if dim not in self.axes]  # of size 1
@@ -230,7 +235,7 @@ class GrownReader:
         self._shapes = {name: _extent(own) for name, own in self._parts.items()}
         for take in takes:
             shape = below.shape(f"model.{take.source}") if take.source else ()
-            ends = [at + take.sizes[axis] for at, axis in zip(take.at, take.axes, strict=True)]
+            ends = [at + count for at, count in zip(take.at, take.counts, strict=True)]
             if shape is None or len(shape) != len(ends) or any(map(gt, ends, shape)):
                 raise CheckpointError(f"{take.name} copies {take.source} up to {ends}, of {shape}")
 

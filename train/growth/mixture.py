@@ -155,7 +155,7 @@ def _dropped(take: Take, weight: Tensor, window: range, given: Given) -> Iterato
         at[take.axes.index(cut)] += first
         run = replace(take, start=tuple(start), sizes=tuple(sizes), at=tuple(at))
         if is_redrawn:
-            std, mean = torch.std_mean(block_of(weight, run.at, run.piece.counts).double())
+            std, mean = torch.std_mean(block_of(weight, run.at, run.counts).double())
             plus, spread = take.factor * mean.item(), take.factor * std.item()
             seed = _seed(given, *start)
             run = Take(run.name, run.start, run.sizes, plus=plus, std=spread, seed=seed)
