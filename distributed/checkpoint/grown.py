@@ -95,7 +95,6 @@ def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
 # Regions -----------------------------------------------------------------------------------------
 
 _Region = TypeVar("_Region", Piece, Take)
-_Parts = Sequence[tuple[_Region, Chunk]]
 
 
 def _by_name(regions: Sequence[_Region]) -> dict[str, list[tuple[_Region, Chunk]]]:
@@ -107,14 +106,14 @@ def _by_name(regions: Sequence[_Region]) -> dict[str, list[tuple[_Region, Chunk]
     return found
 
 
-def _extent(parts: _Parts) -> tuple[int, ...]:
+def _extent(parts: Sequence[tuple[Any, Chunk]]) -> tuple[int, ...]:
     """Returns the shape of a tensor that regions cover."""
     ends = [map(sum, zip(one.offsets, one.sizes, strict=True)) for _, one in parts]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _overlapping(
-    parts: _Parts, block: Tensor, offsets: Sequence[int]
+    parts: Sequence[tuple[_Region, Chunk]], block: Tensor, offsets: Sequence[int]
 ) -> Iterator[tuple[_Region, list[int], Tensor]]:
     """Yields the regions that a block overlaps: where in each, and the view of the block there."""
     sizes = tuple(block.shape)

@@ -51,7 +51,7 @@ class WholeCheckpoint:
 
     def load(self, *state: Mapping[str, Any], mesh: Mesh, allow_unexpected: bool) -> None:
         """Fills this rank's part of a run's state in place, tensors and shards. Collective."""
-        options = {"check_bytes": False, "allow_unexpected": allow_unexpected}
+        options: dict[str, Any] = {"check_bytes": False, "allow_unexpected": allow_unexpected}
         read = self.grow or partial(load, self.path, **options)
         read(*state, mesh=mesh)
 

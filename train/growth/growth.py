@@ -138,8 +138,11 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
             _losses(output.logits_BSV, some).sum().backward()
     if by == "load":
         return loads
-    products = {member: weight * weight.grad for member, weight in weights.items()}
-    return {member: one.detach().abs().flatten(1).sum(1) for member, one in products.items()}
+    return {
+        member: (weight * weight.grad).detach().abs().flatten(1).sum(1)
+        for member, weight in weights.items()
+        if weight.grad is not None
+    }
 
 
 @torch.no_grad()

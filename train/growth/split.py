@@ -33,7 +33,8 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     }
     if experts.num_shared_experts:
         changes["d_shared_expert"] = experts.d_shared_expert or experts.d_expert
-    down, factors = 1.0, {}  # what makes good that the parts share their expert's gate
+    factors: dict[str, float] = {}
+    down = 1.0  # what makes good that the parts share their expert's gate
     if isinstance(router, DeepSeekConfig):
         if router.renormalise or router.scores == "softmax":
             changes["router.route_scale"] = router.route_scale * parts
