@@ -41,9 +41,9 @@ def grow_run(
     refuse_existing(out)
     if not words:
         raise ConfigError(f"{given}: say how it grows, for example split=2")
-    path, step = run_and_step(given)
+    path, step = (given, None) if given.startswith("hf://") else run_and_step(given)
     start = start_from(
-        given if step is None else str(find_checkpoint(path, step)),
+        given if step is None else str(find_checkpoint(Path(path), step)),
         None,
         overrides,
         family=family,
