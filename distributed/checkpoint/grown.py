@@ -25,6 +25,7 @@ from .format import CheckpointError, Chunk, Index, StoredCheckpoint, StoredTenso
 from .loading import overlaps, read_chunk
 from .pieces import Piece, PublishedFolder
 
+_KEPT_BYTES = 2**31  # of chunks in memory, unless one has more
 # Powers of a take's factor that a tensor is multiplied by; others stay as they are.
 _POWERS = {
     "model": 1,
@@ -80,8 +81,9 @@ class Take:
 
 
 def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
-    """Returns takes as JSON values, a list of their fields each."""
-    return [[*vars(take).values()] for take in takes]
+    """Returns takes as JSON values, a list of their fields each; copies need no more than six."""
+    rows = ([*vars(take).values()] for take in takes)
+    return [row[:6] if row[6:] == [1.0, 0.0, 0.0, 0.0, 0] else row for row in rows]
 
 
 def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
@@ -183,11 +185,11 @@ def read_weight(reader: BlockReader, name: str, dtype: torch.dtype = torch.float
 
 
 class StoredReader:
-    """Reads a checkpoint. It keeps the last chunk, which may hold the experts that come next."""
+    """Reads a checkpoint. It keeps the last tensor's chunks, which hold the experts that come next."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored, self._tensors = stored, stored.index.tensors
-        self._last: tuple[Chunk | None, Tensor] = (None, torch.empty(0))
+        self._kept: dict[tuple[str, str, int], Tensor] = {}  # by name, file and start
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
@@ -197,9 +199,17 @@ class StoredReader:
         """Fills the block of a tensor that begins at `offsets`."""
         parts: Any = [(chunk, chunk) for chunk in self._tensors[name].chunks]
         for chunk, inside, view in _overlapping(parts, block, offsets):
-            if self._last[0] is not chunk:
-                self._last = (chunk, read_chunk(self._stored, name, chunk))
-            view.copy_(block_of(self._last[1], inside, view.shape))
+            view.copy_(block_of(self._values(name, chunk), inside, view.shape))
+
+    def _values(self, name: str, chunk: Chunk) -> Tensor:
+        key = name, chunk.file, chunk.start
+        if key not in self._kept:
+            values = read_chunk(self._stored, name, chunk)
+            num_bytes = values.nbytes + sum(each.nbytes for each in self._kept.values())
+            if num_bytes > _KEPT_BYTES or any(kept[0] != name for kept in self._kept):
+                self._kept.clear()
+            self._kept[key] = values
+        return self._kept[key]
 
 
 class PublishedReader:
@@ -248,7 +258,8 @@ class GrownReader:
         if own not in self._parts:
             return self._below.fill(block, name, offsets)
         power = _POWERS.get(slot, 0)
-        for take, inside, view in _overlapping(self._parts[own], block, offsets):
+        found = _overlapping(self._parts[own], block, offsets)
+        for take, inside, view in sorted(found, key=lambda each: each[0].at):  # as they are stored
             factor = take.factor**power
             if factor == 1 and (power != 1 or not (take.plus or take.eye or take.std)):
                 self._copy(take, slot, inside, view)

@@ -41,6 +41,7 @@ SOURCE_FILES = "source"
 """The folder of a run folder with a copy of the published folder's small files, for `ckpt export`."""
 
 _SHOWN_DIGITS = 12  # of a digest
+_MAX_BYTES = 2**30  # of source.json, which has a row for each region of a grown bank
 
 
 class GrownBy(BaseModel):
@@ -128,7 +129,7 @@ def read_source(run_dir: Path) -> Source | None:
     """
     path = run_dir / SOURCE
     try:
-        source = Source.model_validate_json(read_regular(path))
+        source = Source.model_validate_json(read_regular(path, max_bytes=_MAX_BYTES))
         distrust(source.family, run_dir)
         return source
     except (OSError, ValidationError) as error:
@@ -217,11 +218,12 @@ def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
     meta = check_for_all(path, mesh.world_group)
     if not source.grown:
         return WholeCheckpoint(path, meta, damaged=())
-    kept = {**meta.meta, "experts": {}}  # those of the trunk lay on the ranks otherwise
+    # Not kept: where experts lay, which steps were normal, and of new moments all that goes with them.
+    lost = ("spikes", *(("average", "groups") if source.moments == "new" else ()))
+    kept = {key: value for key, value in meta.meta.items() if key not in lost} | {"experts": {}}
     kept["config"] = {**kept["config"], "model": source.grown[-1].model}
     if source.moments == "new":
         kept["progress"] = {**kept["progress"], "updates": 0}
-        kept = {key: value for key, value in kept.items() if key not in ("average", "groups")}
     grow = partial(load_blocks, source, check_bytes=False)
     return WholeCheckpoint(path, meta.model_copy(update={"meta": kept}), damaged=(), grow=grow)
 

@@ -336,6 +336,7 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
         open_reader(source, check_bytes=False),
         seed=of_run.train.seed if of_run else 0,
         rows=partial(_rows_of, of_run),
+        step=(source.step or 0) if source.kind == "branch" else 0,
     )
     update = {"grown": growths, "moments": moments or "keep"}
     grown = replace(

@@ -10,8 +10,10 @@ until something tells them apart:
              displace others, so the loss changes at once.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +58,14 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
     sizes = f"E={experts.num_experts + more}, of which {more} are copies"
     if noise is not None:
         return Growth(grown, tuple(takes), f"{sizes}; the loss may change", is_exact=False)
-    assert isinstance(experts.router, DeepSeekConfig)
-    rate = experts.router.bias_rate
-    notes = (f"copies sleep for up to {gap / rate:,.0f} steps of bias_rate={rate:g}",)
+    router: Any = experts.router
+    steps, until = math.ceil(gap / router.bias_rate), router.bias_until_step
+    if until is not None and given.step + steps > until:
+        raise ConfigError(
+            f"copies wake within {steps:,} steps, and biases move until step {until:,}; raise "
+            "router.bias_until_step, or write noise=0.01"
+        )
+    notes = (f"copies sleep for at most {steps:,} steps of bias_rate={router.bias_rate:g}",)
     return Growth(grown, tuple(takes), f"the logits stay equal; {sizes}", notes=notes)
 
 

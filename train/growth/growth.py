@@ -1,20 +1,22 @@
 """What an operator of growth is given and returns, and what operators of mixtures share."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...distributed.checkpoint.grown import Take
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
-from ...model.transformer import Transformer
+from ...model.transformer import ModelOutput, Transformer
+from ...plugins import is_own
 from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
 
+_MOST_BUILT = 2**27  # numbers of a model that is measured in the process that starts the ranks
 _HIDDEN = {"w_up": 2, "b_up": 1, "w_down": 1}  # the dim of hidden units in a bank
 _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each expert, and no more
 
@@ -31,6 +33,7 @@ class Given:
     seed: int
     tensor: Callable[[str], Tensor]  # reads a whole tensor of the model before
     rows: Callable[[], Sequence[Rows]] = no_rows  # reads a few batches of validation
+    step: int = 0  # after which the run goes on
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,16 @@ def experts_of(model: ModelConfig) -> ExpertsConfig:
             f"router.kind={kind!r} would choose otherwise; {', '.join(_KEPT)} keep their choice"
         )
     return model.experts
+
+
+def refuse_own(activation: str) -> None:
+    """Refuses a user's own activation, which hidden units may share, where these are parted.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if is_own(activation):
+        raise ConfigError(f"the hidden units of activation={activation!r} may depend on each other")
 
 
 def expert_tensors(model: ModelConfig) -> Iterator[tuple[int, str, str, tuple[int, ...]]]:
@@ -131,11 +144,10 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
     loads = {member: torch.zeros(len(weight)) for member, weight in weights.items()}
     steps = [step.member for step in model.load_steps if model.has_experts(step.member)]
     for some in rows:
-        output = built(some.tokens_BS, documents=some.documents)
+        output = _applied(built, some)
         for member, load_N in zip(steps, output.loads["feed_forward"].load_LN, strict=True):
             loads[member] += load_N
-        if by == "saliency":
-            _losses(output.logits_BSV, some).sum().backward()
+        output.cross_entropy.backward()
     if by == "load":
         return loads
     return {
@@ -147,22 +159,21 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def loss_of(model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[Rows]) -> float:
-    """Returns the mean loss per counted target."""
-    built, total, count = _built(model, tensor), 0.0, 0
-    for some in rows:
-        logits_BSV = built(some.tokens_BS, documents=some.documents).logits_BSV
-        total += _losses(logits_BSV, some).sum().item()
-        count += int(some.asked_BS.sum())
-    return total / max(1, count)
+    """Returns the mean loss per counted target; ConfigError: the model is too large for this process."""
+    built = _built(model, tensor)
+    total = sum(_applied(built, some).cross_entropy.item() for some in rows)
+    return total / max(1, sum(int(some.asked_BS.sum()) for some in rows))
 
 
 def _built(model: ModelConfig, tensor: Callable[[str], Tensor]) -> Transformer:
+    if (numbers := sum(map(math.prod, shapes_of(model).values()))) > _MOST_BUILT:
+        raise ConfigError(f"{numbers:,} parameters are too many to measure before the ranks start")
     built = Transformer(model)
-    built.load_state_dict({name: tensor(name) for name in shapes_of(model)})
+    built.load_state_dict({name: tensor(name) for name in shapes_of(model)}, assign=True)
     return built.eval()
 
 
-def _losses(logits_BSV: Tensor, rows: Rows) -> Tensor:
-    """Returns the cross-entropy of every target, (B, S), and 0 where it does not count."""
-    losses = F.cross_entropy(logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none")
-    return losses.view_as(rows.asked_BS).where(rows.asked_BS, 0.0)
+def _applied(model: Transformer, rows: Rows) -> ModelOutput:
+    """Returns a pass whose loss is the sum over the counted targets."""
+    given = {"targets_BS": rows.targets_BS, "loss_mask_BS": rows.asked_BS}
+    return model(rows.tokens_BS, documents=rows.documents, **given)

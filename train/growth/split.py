@@ -12,9 +12,8 @@ from typing import Any
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.deepseek import DeepSeekConfig
-from ...plugins import is_own
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of, part_takes
+from .growth import Given, Growth, expert_tensors, experts_of, part_takes, refuse_own
 
 
 def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
@@ -71,10 +70,7 @@ def _checked(experts: ExpertsConfig, word: str) -> int:
         raise ConfigError(
             f"d_expert={width} cannot be cut into {word!r} parts; {', '.join(fitting)} would fit"
         )
-    if is_own(experts.activation):
-        raise ConfigError(
-            f"the units of activation={experts.activation!r} may depend on each other; those of moebius' own do not"
-        )
+    refuse_own(experts.activation)
     if isinstance(router, DeepSeekConfig):
         is_limited = router.kept_groups < router.num_groups
         if is_limited and router.group_score == "top2":

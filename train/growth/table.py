@@ -10,7 +10,6 @@ An operator is a function of a model and its words; it knows no file, layout or 
 configuration and a table of regions (`Take`), which a run keeps in its source.json.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +35,6 @@ from .experts import copy_experts
 from .growth import Given, Growth, loss_of, no_rows
 from .mixture import mixture
 from .split import split
-
-_MOST_MEASURED = 2**30  # numbers of a model whose loss is measured before the ranks start
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,7 @@ def grow(
     *,
     seed: int = 0,
     rows: Callable[[], Sequence[Rows]] = no_rows,
+    step: int = 0,
 ) -> tuple[ModelConfig, tuple[GrownBy, ...], tuple[str, ...]]:
     """Returns what a model grows into, how, and what the user should know.
 
@@ -95,6 +93,7 @@ def grow(
         reader: of the weights before; most operators read none.
         seed: of what they draw.
         rows: reads a few batches of the source's validation split.
+        step: after which a branch goes on.
 
     Raises:
         ConfigError: a word is wrong, or an operator does not fit the model.
@@ -103,7 +102,7 @@ def grow(
     for name, own in parse(words):
         try:
             growth = OPERATORS[name].grow(
-                model, own, Given(seed, partial(read_weight, reader), rows)
+                model, own, Given(seed, partial(read_weight, reader), rows, step)
             )
         except ValidationError as error:
             said = "; ".join(plain_message(entry) for entry in error.errors())
@@ -119,25 +118,19 @@ def grow(
         notes += [f"grows by {_text(own)}: {growth.promise}", *growth.notes]
         is_exact = is_exact and growth.is_exact
     if not is_exact:
-        notes.append(_losses(first, (model, reader), rows))
+        notes.append(_losses([first, (model, reader)], rows))
     return model, tuple(growths), tuple(notes)
 
 
 def _losses(
-    before: tuple[ModelConfig, BlockReader],
-    after: tuple[ModelConfig, BlockReader],
-    rows: Callable[[], Sequence[Rows]],
+    states: Sequence[tuple[ModelConfig, BlockReader]], rows: Callable[[], Sequence[Rows]]
 ) -> str:
     """Says the loss of a few validation rows before and after a growth that is not exact."""
     try:
-        if sum(map(math.prod, shapes_of(after[0]).values())) > _MOST_MEASURED:
-            raise ConfigError("the model is too large for this process")
         given = rows()
+        found = [loss_of(model, partial(read_weight, reader), given) for model, reader in states]
     except ValueError as error:
         return f"the first evaluation says the loss after it ({error})"
-    found = [
-        loss_of(model, partial(read_weight, reader), given) for model, reader in (before, after)
-    ]
     count = sum(some.num_rows for some in given)
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
 

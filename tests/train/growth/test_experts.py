@@ -74,7 +74,7 @@ def test_copies_sleep_for_the_steps_that_are_said_and_then_wake() -> None:
         router.after_step(step, {"load": experts.flatten().bincount(minlength=16).float()})
     assert used[0] == 0
     assert any(used)
-    steps = int(growth.notes[0].split("up to ")[1].split()[0])
+    steps = int(growth.notes[0].split("at most ")[1].split()[0])
     assert next(step for step, count in enumerate(used) if count) <= steps <= 20
 
 
@@ -140,12 +140,17 @@ def test_the_most_useful_experts_are_copied_at_most_three_times() -> None:
         (SIGMA, {"experts": "+25"}, "for at most 3 copies of each"),
         (V3.changed(GROUPS), {"experts": "+2"}, "num_groups=4; \\+4 can"),
         (SIGMA, {"experts": "×2", "noise": "-1"}, "noise=-1 is not a share"),
+        (
+            V3.changed({"feed_forward.router.bias_until_step": 1000}),
+            {"experts": "×2"},
+            "copies wake within .* and biases move until step 1,000",
+        ),
         (SIGMA, {"experts": "+1", "by": "load"}, "there is no prepared data to measure experts"),
     ],
 )
 def test_copies_that_cannot_be_made_are_refused(
     model: ModelConfig, words: dict[str, str], answer: str
 ) -> None:
-    state = drawn(SIGMA, torch.float32)
+    state = drawn(model, torch.float32)
     with pytest.raises(ConfigError, match=answer):
         copy_experts(model, words, given(state))
