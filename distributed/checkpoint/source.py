@@ -105,6 +105,12 @@ class Source(BaseModel):
             words += f", grown by {growth.words} (digest {growth.digest[:_SHOWN_DIGITS]})"
         return words + "".join(lists)
 
+    def public_words(self) -> str:
+        """Says the same to readers of a published model, without folders of the user's."""
+        is_public = self.given.startswith("hf://")
+        given = self.given if is_public else Path(self.given).name
+        return self.model_copy(update={"given": given}).words()
+
     def as_text(self) -> str:
         """Returns the text of source.json, a key per line."""
         keys = self.model_dump(mode="json", exclude_defaults=True).items()

@@ -71,7 +71,7 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
         yield name, f"{losses[kind]:.4f} nats per token" if kind in losses else "unknown"
     yield "checkpoint digest", stored.manifest.digest
     if (source := read_source(run_dir)) is not None and source.grown:
-        yield "grown", source.words()
+        yield "grown", source.public_words()
 
 
 def _last_losses(log: Path, last_step: int) -> dict[str, float]:

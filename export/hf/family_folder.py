@@ -23,7 +23,7 @@ from ...distributed.checkpoint.source import SOURCE_FILES, kept_files, read_sour
 from ...model.config.model_config import ModelConfig
 from ...train.families.family import Family
 from ...train.families.keys import BALANCE_KEYS, Dotted
-from ...train.families.table import family_of, pieces_of
+from ...train.families.table import FAMILY, family_of, pieces_of
 from ..safetensors import DTYPES, ExportedTensor, Precision
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -129,9 +129,12 @@ def family_config(
         values = family.write(model, max_positions) | ids
     values["vocab_size"] = model.vocab_size
     written = family.write(model, max_positions)
-    if not family.fits(model, values):
+    before = values.get("model_type")  # of a growth, perhaps another family's
+    is_other = before in FAMILY.known and before not in family.model_types
+    if is_other or not family.fits(model, values):
         others = {name for part in family.parts for name in getattr(part, "also", ())}
-        values = {key: value for key, value in values.items() if key not in others}
+        kept = (key for key in values if key.endswith("_token_id") or not is_other)
+        values = {key: values[key] for key in kept if key not in others}
         values |= written
     elif _balance(family, values) != _balance(family, written):
         values |= {key: written[key] for key in BALANCE_KEYS if key in written}

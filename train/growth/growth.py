@@ -11,7 +11,6 @@ from ...distributed.checkpoint.grown import Take
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import ModelOutput, Transformer
-from ...plugins import is_own
 from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
@@ -60,16 +59,6 @@ def experts_of(model: ModelConfig) -> ExpertsConfig:
             f"router.kind={kind!r} would choose otherwise; {', '.join(_KEPT)} keep their choice"
         )
     return model.experts
-
-
-def refuse_own(activation: str) -> None:
-    """Refuses a user's own activation, which hidden units may share, where these are parted.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if is_own(activation):
-        raise ConfigError(f"the hidden units of activation={activation!r} may depend on each other")
 
 
 def expert_tensors(model: ModelConfig) -> Iterator[tuple[int, str, str, tuple[int, ...]]]:

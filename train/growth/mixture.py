@@ -28,7 +28,7 @@ from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ..config.errors import ConfigError
 from ..families.table import shapes_of
-from .growth import Given, Growth, expert_tensors, part_takes, refuse_own
+from .growth import Given, Growth, expert_tensors, part_takes
 
 _ROUTER_STD = 0.02  # where the model's initialisation has no number of its own
 _SOURCES = {  # of a bank's tensors: those of a dense layer, and the bank's dims of theirs
@@ -88,8 +88,6 @@ def _sizes(model: ModelConfig, given: str) -> tuple[int, int]:
             "makes more of them"
         )
     num_experts, parts = map(int, match.groups())
-    if parts > 1:
-        refuse_own(model.feed_forward.activation)
     width = model.feed_forward.d_feed_forward
     if width % parts or num_experts % parts:
         most = min(width, num_experts)

@@ -6,14 +6,15 @@ expert. A softmax, over all or over the chosen, gives each part 1/m of it, which
 good, or where the router has none the down-projection. The parts separate by their own gradients.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...distributed.checkpoint.grown import Take
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of, part_takes, refuse_own
+from .growth import Given, Growth, expert_tensors, experts_of, part_takes
 
 
 def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
@@ -41,25 +42,29 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
             factors["selection_bias"] = 1 / parts
     elif router.kind == "token_choice":
         down = float(parts)
-    factors |= {"w_down": down, "b_down": down / parts}
+    factors |= {"w_down": down, "b_down": down}
+    if getattr(router, "balance_pool", False):  # a sum over K choices, which are m times as many
+        changes["router.balance"] = router.balance / parts
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
-    takes = [
-        take
-        for _, name, last, shape in expert_tensors(grown)
-        for place in range(changes["num_experts"])
-        for take in part_takes(
-            (name, shape),
-            place,
-            (name, range(len(shape))),
-            expert=place // parts,
-            part=place % parts,
-            parts=parts,
-            d_expert=changes["d_expert"],
-            factor=factors.get(last, 1.0),
-        )
-    ]
+    takes = tuple(_takes(grown, parts, factors))
     sizes = f"E={changes['num_experts']}, K={changes['router.top_k']}"
-    return Growth(grown, tuple(takes), f"the logits stay equal to 1e-5; {sizes}")
+    return Growth(grown, takes, f"the logits stay equal to 1e-5; {sizes}")
+
+
+def _takes(grown: ModelConfig, parts: int, factors: Mapping[str, float]) -> Iterator[Take]:
+    """Yields what every part copies; the first one has its expert's whole output bias."""
+    for _, name, last, shape in expert_tensors(grown):
+        own, factor = (name, range(len(shape))), factors.get(last, 1.0)
+        width = experts_of(grown).d_expert
+        for place in range(shape[0]):
+            expert, part = divmod(place, parts)
+            given = {"expert": expert, "part": part, "parts": parts}
+            if last == "b_down" and part:
+                yield Take(name, (place, 0), (1, shape[1]))
+            else:
+                yield from part_takes(
+                    (name, shape), place, own, d_expert=width, factor=factor, **given
+                )
 
 
 def _checked(experts: ExpertsConfig, word: str) -> int:
@@ -70,7 +75,6 @@ def _checked(experts: ExpertsConfig, word: str) -> int:
         raise ConfigError(
             f"d_expert={width} cannot be cut into {word!r} parts; {', '.join(fitting)} would fit"
         )
-    refuse_own(experts.activation)
     if isinstance(router, DeepSeekConfig):
         is_limited = router.kept_groups < router.num_groups
         if is_limited and router.group_score == "top2":

@@ -36,6 +36,8 @@ from .growth import Given, Growth, loss_of, no_rows
 from .mixture import mixture
 from .split import split
 
+_FLAGS = ("asleep", "exact")
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -62,10 +64,14 @@ def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     owners = {word: name for name, each in OPERATORS.items() for word in each.words}
     found: list[tuple[str, dict[str, str]]] = []
     for given in words:
-        word, _, value = given.partition("=")
+        word, equals, value = given.partition("=")
         if word not in owners:
             raise ConfigError(
                 f"--grow {given}: there is no such word{nearest(word, owners) or ';'} the words are {some_of(owners)}"
+            )
+        if word in _FLAGS and equals:
+            raise ConfigError(
+                f"--grow {given}: {word} takes no value; write {word}, or leave it out"
             )
         if not found or found[-1][0] != owners[word] or word in found[-1][1]:
             found.append((owners[word], {}))

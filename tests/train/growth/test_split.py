@@ -96,7 +96,9 @@ def gradients_of(model: ModelConfig, state: State) -> dict[str, Tensor]:
     return {name: one.grad for name, one in built.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["σ-MoE", "softmax", "V3, shared experts"])
+@pytest.mark.parametrize(
+    "kind", ["σ-MoE", "softmax", "softmax of the chosen, biases", "V3, shared experts"]
+)
 def test_parts_separate_and_moments_are_those_of_their_gradients(kind: str) -> None:
     model = BASE.changed(MODELS[kind])
     state = drawn(model, torch.float64)
@@ -117,9 +119,26 @@ def test_parts_separate_and_moments_are_those_of_their_gradients(kind: str) -> N
         InMemory(moments | {f"model.{n}": v for n, v in state.items()}), growth.takes
     )
     for name, value in after.items():
-        for slot, power in powers.items() if ".w_" in name else ():
+        rows = slice(0, None, 2 if "b_down" in name else 1)  # only the first part's bias is copied
+        for slot, power in powers.items() if ".sparse.experts." in name else ():
             found = whole(reader, f"optimizer.{slot}.{name}", torch.float64)
-            torch.testing.assert_close(found, value**power)
+            torch.testing.assert_close(found[rows], value[rows] ** power)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "V2", "V3, shared experts"])
+@pytest.mark.parametrize("pool", [False, True])
+def test_finer_experts_have_the_same_balancing_loss(kind: str, pool: bool) -> None:
+    router = "feed_forward.router."
+    scope = {f"{router}balance": 0.5, f"{router}balance_scope": "micro_batch"}
+    model = BASE.changed(MODELS[kind] | scope | {f"{router}balance_pool": pool})
+    state = drawn(model, torch.float64)
+    growth = split(model, {"split": "2"}, given(state))
+    found = []
+    for config, weights in ((model, state), (growth.model, grown(state, growth))):
+        built = Transformer(config).double()
+        built.load_state_dict(weights)
+        found.append(built.train()(TOKENS, targets_BS=TOKENS).regularisation_B.double().mean())
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize(
