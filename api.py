@@ -238,7 +238,7 @@ def start_from(
     """
     changes, drawn = as_overrides(values, *overrides), [*as_overrides({}, draw_anew)]
     given, name = os.fspath(source), None if name is None else os.fspath(name)
-    more = {"grow": grow.split() if isinstance(grow, str) else grow, "moments": moments}
+    more = {"grow": [grow] if isinstance(grow, str) else grow, "moments": moments}
     return starting.start_from(given, name, changes, draw_anew=drawn, family=family, **more)
 
 

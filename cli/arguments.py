@@ -108,6 +108,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grow",
+        action="extend",
         nargs="+",
         default=[],
         metavar="WORD",

@@ -10,9 +10,10 @@ copies nothing has a state of zeros.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import gt
+from operator import add, gt
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -61,6 +62,14 @@ class Take:
         """Returns the sizes of the block that is copied, per dim of the source."""
         return [self.sizes[axis] for axis in self.axes]
 
+    def fits(self, shape: tuple[int, ...] | None) -> bool:
+        """Returns whether a source of this shape has the block, which gives all of the region."""
+        if shape is None or len(shape) != len(self.at) or len(shape) != len(self.axes):
+            return False
+        ends = map(add, self.at, self.counts)
+        is_inside = min(self.at, default=0) >= 0 and not any(map(gt, ends, shape))
+        return is_inside and math.prod(self.counts) == math.prod(self.sizes)
+
     def theirs(self, block: Tensor) -> Tensor:
         """Returns a block of the region as a view in the source's order of dims."""
         lacking = [dim for dim in range(block.ndim) if dim not in self.axes]  # of size 1
@@ -87,11 +96,14 @@ def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
 
 
 def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
-    """Returns the takes that `takes_to_json` described."""
-    return [
-        Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), *values)
-        for name, start, sizes, source, at, axes, *values in rows
-    ]
+    """Returns the takes that `takes_to_json` described; raises CheckpointError if it did not."""
+    try:
+        return [
+            Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), *values)
+            for name, start, sizes, source, at, axes, *values in rows
+        ]
+    except (TypeError, ValueError):
+        raise CheckpointError("the table of a growth is damaged: start again with --from") from None
 
 
 # Regions -----------------------------------------------------------------------------------------
@@ -243,10 +255,11 @@ class GrownReader:
         self._below, self._parts = below, _by_name(takes)
         self._shapes = {name: _extent(own) for name, own in self._parts.items()}
         for take in takes:
-            shape = below.shape(f"model.{take.source}") if take.source else ()
-            ends = [at + count for at, count in zip(take.at, take.counts, strict=True)]
-            if shape is None or len(shape) != len(ends) or any(map(gt, ends, shape)):
-                raise CheckpointError(f"{take.name} copies {take.source} up to {ends}, of {shape}")
+            if take.source and not take.fits(below.shape(f"model.{take.source}")):
+                raise CheckpointError(
+                    f"the growth: {take.name} copies {take.counts} at {take.at} of {take.source}, which is "
+                    f"{below.shape(f'model.{take.source}')}"
+                )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""

@@ -27,6 +27,7 @@ from .growth import Given, Growth, expert_tensors, experts_of, part_takes, score
 
 _SCORES = ("load", "norm", "saliency")
 _MOST = 3  # copies of an expert
+_USUAL_RATE = 0.001  # of the bias, where it has not moved so far (DeepSeek-V3)
 _MARGIN = 0.01  # of the gap between sleeping copies and all others
 
 
@@ -52,20 +53,24 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
         own = (name, range(len(shape)))
         for place, (expert, is_copy) in enumerate(order):
             found = part_takes((name, shape), place, own, expert=expert, d_expert=experts.d_expert)
-            add = {"plus": -depth, "std": std, "seed": given.seed + place} if is_copy else {}
+            seed = given.seed + place if std else 0
+            add = {"plus": -depth, "std": std, "seed": seed} if is_copy else {}
             takes += [replace(take, **add) for take in found]
-    grown = model.changed({"feed_forward.num_experts": experts.num_experts + more})
+    changes: dict[str, Any] = {"feed_forward.num_experts": experts.num_experts + more}
     sizes = f"E={experts.num_experts + more}, of which {more} are copies"
     if noise is not None:
-        return Growth(grown, tuple(takes), f"{sizes}; the loss may change", is_exact=False)
+        promise = f"{sizes}; the loss may change" if noise else f"{sizes}, which stay equal"
+        return Growth(model.changed(changes), tuple(takes), promise, is_exact=False)
     router: Any = experts.router
-    steps, until = math.ceil(gap / router.bias_rate), router.bias_until_step
+    rate = changes["feed_forward.router.bias_rate"] = router.bias_rate or _USUAL_RATE
+    steps, until = math.ceil(gap / rate), router.bias_until_step
     if until is not None and given.step + steps > until:
         raise ConfigError(
             f"copies wake within {steps:,} steps, and biases move until step {until:,}; raise "
             "router.bias_until_step, or write noise=0.01"
         )
-    notes = (f"copies sleep for at most {steps:,} steps of bias_rate={router.bias_rate:g}",)
+    notes = (f"copies sleep for at most {steps:,} steps of router.bias_rate={rate:g}",)
+    grown = model.changed(changes)
     return Growth(grown, tuple(takes), f"the logits stay equal; {sizes}", notes=notes)
 
 
@@ -103,15 +108,14 @@ def _number_of_copies(experts: ExpertsConfig, word: str) -> int:
 
 def _noise(experts: ExpertsConfig, words: Mapping[str, str]) -> float | None:
     """Returns the noise on the copies' rows, relative to the router's; None: they sleep."""
-    router, can_sleep = experts.router, False
-    if isinstance(router, DeepSeekConfig):
-        can_sleep = router.scores == "sigmoid" and router.bias_rate > 0
+    router = experts.router
+    can_sleep = isinstance(router, DeepSeekConfig) and router.scores == "sigmoid"
     if "asleep" in words and "noise" in words:
         raise ConfigError("asleep and noise exclude each other: a copy that sleeps needs no noise")
     if "asleep" in words and not can_sleep:
         raise ConfigError(
             f"nothing wakes a copy of router.kind={router.kind!r} as configured: asleep needs kind=deepseek with "
-            'scores="sigmoid" and bias_rate above 0; write noise=0.01'
+            'scores="sigmoid"; write noise=0.01'
         )
     if "noise" not in words:
         return None if can_sleep else 0.01

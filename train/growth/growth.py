@@ -133,10 +133,12 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
     loads = {member: torch.zeros(len(weight)) for member, weight in weights.items()}
     steps = [step.member for step in model.load_steps if model.has_experts(step.member)]
     for some in rows:
-        output = _applied(built, some)
+        with torch.set_grad_enabled(by == "saliency"):
+            output = _applied(built, some)
         for member, load_N in zip(steps, output.loads["feed_forward"].load_LN, strict=True):
             loads[member] += load_N
-        output.cross_entropy.backward()
+        if by == "saliency":
+            output.cross_entropy.backward()
     if by == "load":
         return loads
     return {
@@ -156,7 +158,9 @@ def loss_of(model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[
 
 def _built(model: ModelConfig, tensor: Callable[[str], Tensor]) -> Transformer:
     if (numbers := sum(map(math.prod, shapes_of(model).values()))) > _MOST_BUILT:
-        raise ConfigError(f"{numbers:,} parameters are too many to measure before the ranks start")
+        raise ConfigError(
+            f"{numbers:,} numbers are too many to run before the ranks start; by=norm runs nothing"
+        )
     built = Transformer(model)
     built.load_state_dict({name: tensor(name) for name in shapes_of(model)}, assign=True)
     return built.eval()

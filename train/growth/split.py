@@ -12,6 +12,7 @@ from typing import Any
 from ...distributed.checkpoint.grown import Take
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
+from ...model.routers.capacity import CapacityConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ..config.errors import ConfigError
 from .growth import Given, Growth, expert_tensors, experts_of, part_takes
@@ -48,7 +49,19 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
     takes = tuple(_takes(grown, parts, factors))
     sizes = f"E={changes['num_experts']}, K={changes['router.top_k']}"
+    if _refuses_others(router):
+        promise = f"{sizes}; where an expert is full, its parts refuse different rows"
+        return Growth(grown, takes, promise, is_exact=False)
     return Growth(grown, takes, f"the logits stay equal to 1e-5; {sizes}")
+
+
+def _refuses_others(router: Any) -> bool:
+    """Returns whether the parts of an expert may be full at other rows than it was."""
+    if not isinstance(router, CapacityConfig):
+        return False
+    is_limited = router.capacity_factor or router.evaluation_capacity_factor
+    by_slot = router.drop_order in ("slot_major", "priority") or router.capacity_rounding == "rows"
+    return bool(is_limited) and by_slot
 
 
 def _takes(grown: ModelConfig, parts: int, factors: Mapping[str, float]) -> Iterator[Take]:

@@ -63,7 +63,7 @@ def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """
     owners = {word: name for name, each in OPERATORS.items() for word in each.words}
     found: list[tuple[str, dict[str, str]]] = []
-    for given in words:
+    for given in " ".join(words).split():
         word, equals, value = given.partition("=")
         if word not in owners:
             raise ConfigError(

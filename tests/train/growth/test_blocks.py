@@ -1,6 +1,7 @@
 """Any block of a grown tensor is that of the whole, whatever its regions copy, turn, draw and add."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,22 @@ def test_any_block_is_that_of_the_whole() -> None:
     [
         (TAKES[:2] + TAKES[3:], "bank: rows 1 of 3"),
         (TAKES + TAKES[:1], "more than once"),
-        ((Take("bank", (0, 0), (4, 8), "dense", (5, 0), (1, 0)),), r"to \[13, 4\], of \(12"),
-        ((Take("bank", (0,), (4,), "none", (0,), (0,)),), "of None"),
+        (
+            (Take("bank", (0, 0), (4, 8), "dense", (5, 0), (1, 0)),),
+            r"\(5, 0\) of dense, .*\(12, 4\)",
+        ),
+        ((Take("bank", (0, 0), (4, 8), "dense", (0, -1), (1, 0)),), r"at \(0, -1\) of dense"),
+        ((Take("bank", (0, 0), (2, 4), "dense", (0, 0), (1, 1)),), r"copies \[4, 4\]"),
+        ((Take("bank", (0, 0, 0), (2, 4, 8), "dense", (0, 0), (2, 1)),), r"copies \[8, 4\]"),
+        ((Take("bank", (0,), (4,), "none", (0,), (0,)),), "of none, which is None"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(takes: tuple[Take, ...], answer: str) -> None:
     with pytest.raises(CheckpointError, match=answer):
         GrownReader(InMemory(STATE), takes)
+
+
+@pytest.mark.parametrize("row", [["bank", [0], [4]], ["bank", 0, [4], "", [], []], "bank"])
+def test_a_table_of_other_rows_is_refused(row: Any) -> None:
+    with pytest.raises(CheckpointError, match="the table of a growth is damaged"):
+        takes_from_json([row])
