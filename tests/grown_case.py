@@ -34,7 +34,7 @@ def given(state: State, seed: int = 0) -> Given:
     return Given(seed, state.__getitem__)
 
 
-class InMemory:
+class InMemory(BlockReader):
     """Reads tensors that are there, under their names in a checkpoint or as parameters."""
 
     def __init__(self, state: State) -> None:

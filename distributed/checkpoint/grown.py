@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, gt
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -170,46 +170,41 @@ def refuse_gaps(
 # Readers -----------------------------------------------------------------------------------------
 
 
-class BlockReader(Protocol):
+class BlockReader:
     """Reads blocks of tensors under their names in a checkpoint, "model.<name>" for weights."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None: there is none of this name."""
-        ...
+        return self._shapes.get(name)
 
     def fill(self, block: Tensor, name: str, offsets: Sequence[int]) -> None:
         """Fills the block of a tensor that begins at `offsets`, in place and in its dtype."""
-        ...
+        raise NotImplementedError
+
+    def weight(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns a whole weight of the model by its name there."""
+        shape = self.shape(f"model.{name}")
+        if shape is None:
+            raise CheckpointError(f"the model has no {name}")
+        whole = torch.empty(shape, dtype=dtype)
+        self.fill(whole, f"model.{name}", (0,) * len(shape))
+        return whole
 
 
-def read_weight(reader: BlockReader, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a whole weight of a model by its name there.
-
-    Raises:
-        CheckpointError: there is none of this name.
-    """
-    shape = reader.shape(f"model.{name}")
-    if shape is None:
-        raise CheckpointError(f"there is no {name}")
-    whole = torch.empty(shape, dtype=dtype)
-    reader.fill(whole, f"model.{name}", (0,) * len(shape))
-    return whole
-
-
-class StoredReader:
+class StoredReader(BlockReader):
     """Reads a checkpoint. It keeps the last tensor's chunks, which hold the experts that come next."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
-        self._stored, self._tensors = stored, stored.index.tensors
+        super().__init__({name: one.shape for name, one in stored.index.tensors.items()})
+        self._stored = stored
         self._kept: dict[tuple[str, str, int], Tensor] = {}  # by name, file and start
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor; None: there is none of this name."""
-        return self._tensors[name].shape if name in self._tensors else None
 
     def fill(self, block: Tensor, name: str, offsets: Sequence[int]) -> None:
         """Fills the block of a tensor that begins at `offsets`."""
-        parts: Any = [(chunk, chunk) for chunk in self._tensors[name].chunks]
+        parts: Any = [(chunk, chunk) for chunk in self._stored.index.tensors[name].chunks]
         for chunk, inside, view in _overlapping(parts, block, offsets):
             view.copy_(block_of(self._values(name, chunk), inside, view.shape))
 
@@ -224,7 +219,7 @@ class StoredReader:
         return self._kept[key]
 
 
-class PublishedReader:
+class PublishedReader(BlockReader):
     """Reads a published folder under our names; a piece without a key is zeros."""
 
     def __init__(self, folder: PublishedFolder, pieces: Sequence[Piece]) -> None:
@@ -232,11 +227,7 @@ class PublishedReader:
         folder.check([piece for piece in pieces if piece.key])
         refuse_gaps(str(folder.path), pieces)
         self._folder, self._parts = folder, _by_name(pieces)
-        self._shapes = {name: _extent(own) for name, own in self._parts.items()}
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor; None: there is none of this name."""
-        return self._shapes.get(name.removeprefix("model."))
+        super().__init__({f"model.{name}": _extent(own) for name, own in self._parts.items()})
 
     def fill(self, block: Tensor, name: str, offsets: Sequence[int]) -> None:
         """Fills the block of a tensor that begins at `offsets`."""
@@ -246,14 +237,14 @@ class PublishedReader:
             view.copy_(self._folder.read(piece, at, view.shape) if piece.key else torch.zeros(()))
 
 
-class GrownReader:
+class GrownReader(BlockReader):
     """Reads a model that has grown out of the one that another reader reads."""
 
     def __init__(self, below: BlockReader, takes: Sequence[Take]) -> None:
         """Checks that the takes give every element of a tensor once, from blocks that are there."""
         refuse_gaps("the growth", takes)
         self._below, self._parts = below, _by_name(takes)
-        self._shapes = {name: _extent(own) for name, own in self._parts.items()}
+        super().__init__({name: _extent(own) for name, own in self._parts.items()})
         for take in takes:
             if take.source and not take.fits(below.shape(f"model.{take.source}")):
                 raise CheckpointError(

@@ -37,7 +37,7 @@ from ...plugins import trust
 from ..config.resolve import StartSections, base_values, resolve
 from ..config.run_config import Config, ConfigError
 from ..evaluate import Rows, read_rows
-from ..growth.growth import no_rows
+from ..growth.growth import Given, no_rows
 from ..growth.table import grow as grow_model
 from ..growth.table import parse
 from ..recipes.hub import continuation, settings_words
@@ -330,14 +330,11 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
         pieces = [Piece("", name, (0,) * len(shape), shape, ()) for name, shape in zeros]
         source = source.model_copy(update={"pieces": (*source.pieces, *pieces_to_json(pieces))})
     of_run = None if source.kind == "folder" else weights.recipes[weights.recipe]()
-    model, growths, notes = grow_model(
-        ModelConfig.model_validate(weights.sections.model),
-        words,
-        open_reader(source, check_bytes=False),
-        seed=of_run.train.seed if of_run else 0,
-        rows=partial(_rows_of, of_run),
-        step=(source.step or 0) if source.kind == "branch" else 0,
-    )
+    reader = open_reader(source, check_bytes=False)
+    seed, step = of_run.train.seed if of_run else 0, source.step or 0
+    before = ModelConfig.model_validate(weights.sections.model)
+    known = Given(seed, reader.weight, partial(_rows_of, of_run), step if weights.trunk else 0)
+    model, growths, notes = grow_model(before, words, reader, known)
     update = {"grown": growths, "moments": moments or "keep"}
     grown = replace(
         weights,

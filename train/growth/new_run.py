@@ -7,7 +7,6 @@ from pathlib import Path
 from ...data_pipeline.words import run_and_step
 from ...distributed.checkpoint.atomic_directory import refuse_existing
 from ...distributed.checkpoint.format import find_checkpoint, read_meta
-from ...distributed.checkpoint.grown import read_weight
 from ...distributed.checkpoint.source import SOURCE_FILES, open_reader
 from ..config.errors import ConfigError
 from ..families.import_run import Imported, write_run
@@ -25,18 +24,8 @@ def grow_run(
 ) -> Imported:
     """Writes a run folder `out` whose one checkpoint has the weights that a source grows into.
 
-    It goes on after the step of a checkpoint, or begins with a folder's weights, one tensor at a time,
-    without any state of an optimizer.
-
-    Args:
-        given: a run, RUN@STEP, a checkpoint, or a published folder.
-        out: appears whole or not at all; source.json in it names what was grown from what.
-        words: of operators (../growth/table.py).
-        overrides: `section.key=value`; those of the model may change no parameter.
-        family: of a folder: `module:name` of one's own.
-
-    Raises:
-        ValueError: as for `start_from`, or `out` exists.
+    It goes on after the step of a checkpoint, or begins with a folder's weights, without any state of an
+    optimizer. The arguments and errors are those of `start_from`; `out` appears whole or not at all.
     """
     refuse_existing(out)
     if not words:
@@ -58,6 +47,6 @@ def grow_run(
     elif config.prepare.tokenizer == source.path:  # which the run has its own copy of
         own = {"tokenizer": str(out.absolute() / SOURCE_FILES)}
         config = config.model_copy(update={"prepare": config.prepare.model_copy(update=own)})
-    state = {name: partial(read_weight, reader, name) for name in shapes_of(config.model)}
+    state = {name: partial(reader.weight, name) for name in shapes_of(config.model)}
     notes = "".join(f"\n  {note}" for note in start.notes)
     return write_run(out, config, state, notes, source, before=before)

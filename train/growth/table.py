@@ -11,18 +11,12 @@ configuration and a table of regions (`Take`), which a run keeps in its source.j
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
 from ...data_pipeline.words import some_of
-from ...distributed.checkpoint.grown import (
-    BlockReader,
-    GrownReader,
-    read_weight,
-    takes_to_json,
-)
+from ...distributed.checkpoint.grown import BlockReader, GrownReader, takes_to_json
 from ...distributed.checkpoint.source import GrownBy
 from ...model.config.model_config import ModelConfig
 from ...model.config.sections import plain_message
@@ -32,7 +26,7 @@ from ..evaluate import Rows
 from ..families.table import shapes_of
 from .depth import depth
 from .experts import copy_experts
-from .growth import Given, Growth, loss_of, no_rows
+from .growth import Given, Growth, loss_of
 from .mixture import mixture
 from .split import split
 
@@ -83,13 +77,7 @@ def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
 
 
 def grow(
-    model: ModelConfig,
-    words: Sequence[str],
-    reader: BlockReader,
-    *,
-    seed: int = 0,
-    rows: Callable[[], Sequence[Rows]] = no_rows,
-    step: int = 0,
+    model: ModelConfig, words: Sequence[str], reader: BlockReader, given: Given
 ) -> tuple[ModelConfig, tuple[GrownBy, ...], tuple[str, ...]]:
     """Returns what a model grows into, how, and what the user should know.
 
@@ -97,9 +85,7 @@ def grow(
         model: the model before.
         words: as a user writes them.
         reader: of the weights before; most operators read none.
-        seed: of what they draw.
-        rows: reads a few batches of the source's validation split.
-        step: after which a branch goes on.
+        given: to the first operator.
 
     Raises:
         ConfigError: a word is wrong, or an operator does not fit the model.
@@ -107,9 +93,7 @@ def grow(
     first, growths, notes, is_exact = (model, reader), list[GrownBy](), list[str](), True
     for name, own in parse(words):
         try:
-            growth = OPERATORS[name].grow(
-                model, own, Given(seed, partial(read_weight, reader), rows, step)
-            )
+            growth = OPERATORS[name].grow(model, own, replace(given, tensor=reader.weight))
         except ValidationError as error:
             said = "; ".join(plain_message(entry) for entry in error.errors())
             raise ConfigError(f"--grow {_text(own)}: {said}") from None
@@ -124,7 +108,7 @@ def grow(
         notes += [f"grows by {_text(own)}: {growth.promise}", *growth.notes]
         is_exact = is_exact and growth.is_exact
     if not is_exact:
-        notes.append(_losses([first, (model, reader)], rows))
+        notes.append(_losses([first, (model, reader)], given.rows))
     return model, tuple(growths), tuple(notes)
 
 
@@ -134,7 +118,7 @@ def _losses(
     """Says the loss of a few validation rows before and after a growth that is not exact."""
     try:
         given = rows()
-        found = [loss_of(model, partial(read_weight, reader), given) for model, reader in states]
+        found = [loss_of(model, reader.weight, given) for model, reader in states]
     except ValueError as error:
         return f"the first evaluation says the loss after it ({error})"
     count = sum(some.num_rows for some in given)
