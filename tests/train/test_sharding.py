@@ -34,6 +34,7 @@ from moebius.train.loop import step
 from moebius.train.rank_data import open_loader
 from moebius.train.state import state_tensors
 
+PER_SEQUENCE = {"feed_forward.router.balance_scope": "sequence"}
 MODELS = {
     "repeated": MODEL,
     "not_repeated": MODEL.changed({"layers_per_group": 4}),
@@ -48,7 +49,7 @@ MODELS = {
     ),
 } | {
     name: tiny_config(
-        f"{name}_small", {"vocab_size": 257, "feed_forward.router.balance_scope": "sequence"}
+        f"{name}_small", {"vocab_size": 257} | (PER_SEQUENCE if name != "olmo2" else {})
     )
     for name in OTHERS
 }
