@@ -26,7 +26,7 @@ from .format import CheckpointError, Chunk, Index, StoredCheckpoint, StoredTenso
 from .loading import overlaps, read_chunk
 from .pieces import Piece, PublishedFolder
 
-_KEPT_BYTES = 2**31  # of chunks in memory, unless one has more
+_KEPT_BYTES = 2**30  # of chunks in memory, unless one has more
 # Powers of a take's factor that a tensor is multiplied by; others stay as they are.
 _POWERS = {
     "model": 1,
@@ -211,11 +211,10 @@ class StoredReader(BlockReader):
     def _values(self, name: str, chunk: Chunk) -> Tensor:
         key = name, chunk.file, chunk.start
         if key not in self._kept:
-            values = read_chunk(self._stored, name, chunk)
-            num_bytes = values.nbytes + sum(each.nbytes for each in self._kept.values())
+            num_bytes = chunk.length + sum(each.nbytes for each in self._kept.values())
             if num_bytes > _KEPT_BYTES or any(kept[0] != name for kept in self._kept):
                 self._kept.clear()
-            self._kept[key] = values
+            self._kept[key] = read_chunk(self._stored, name, chunk)
         return self._kept[key]
 
 

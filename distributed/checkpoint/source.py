@@ -41,7 +41,7 @@ SOURCE_FILES = "source"
 """The folder of a run folder with a copy of the published folder's small files, for `ckpt export`."""
 
 _SHOWN_DIGITS = 12  # of a digest
-_MAX_BYTES = 2**30  # of source.json, which has a row for each region of a grown bank
+_MAX_BYTES = 2**28  # of source.json, which has a row for each region of a grown bank
 
 
 class GrownBy(BaseModel):
@@ -162,6 +162,8 @@ def keep_small_files(source: Source, run_dir: Path) -> None:
         kept.mkdir()
         for path in before:
             shutil.copyfile(path, kept / path.name)
+    if source.grown:  # it describes the model before
+        (kept / "README.md").unlink(missing_ok=True)
 
 
 def kept_files(run_dir: Path) -> list[Path]:

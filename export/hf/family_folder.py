@@ -128,7 +128,8 @@ def family_config(
         ids = {"eos_token_id": end_id, "pad_token_id": end_id}
         values = family.write(model, max_positions) | ids
     values["vocab_size"] = model.vocab_size
-    written = family.write(model, max_positions)
+    longest = values.get("max_position_embeddings")
+    written = family.write(model, longest if isinstance(longest, int) else max_positions)
     before = values.get("model_type")  # of a growth, perhaps another family's
     is_other = before in FAMILY.known and before not in family.model_types
     if is_other or not family.fits(model, values):

@@ -183,9 +183,6 @@ def test_a_branch_grows_all_of_its_trunks_state(
     assert different(found, grown_state(state, tmp_path / "run")) == []
     slots = {name.split(".")[1] for name in found if name.startswith("optimizer.")}
     assert slots == {"momentum_buffer", "exp_avg", "exp_avg_sq", AVERAGE}
-    row = "group.0.feed_forward.router.weight"
-    moved = found[f"optimizer.{AVERAGE}.{row}"] - found[f"model.{row}"]
-    assert torch.allclose(moved[:16:2], moved[1:16:2], atol=1e-6)
     meta, expected = meta_of(tmp_path / "run"), meta_of(tmp_path / "at")
     assert (meta["progress"], meta["data"]) == (expected["progress"], expected["data"])
 
@@ -247,7 +244,7 @@ def test_measures_of_usefulness_choose_and_losses_are_said(trunk: Path) -> None:
         assert start.config.model.experts.num_experts == 12
         assert "validation rows: " in start.notes[-1]
     exact = start_from(trunk, grow="split=4")
-    assert exact.notes == ("grows by split=4: the logits stay equal to 1e-5; E=32, K=12",)
+    assert exact.notes == ("grows by split=4: the logits stay equal, up to rounding; E=32, K=12",)
 
 
 @pytest.mark.slow

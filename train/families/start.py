@@ -33,7 +33,7 @@ from ...distributed.checkpoint.grown import refuse_gaps
 from ...distributed.checkpoint.pieces import Piece, pieces_to_json
 from ...distributed.checkpoint.source import Source, open_reader
 from ...model.config.model_config import ModelConfig
-from ...plugins import trust
+from ...plugins import is_own, trust
 from ..config.resolve import StartSections, base_values, resolve
 from ..config.run_config import Config, ConfigError
 from ..evaluate import Rows, read_rows
@@ -331,10 +331,14 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
         source = source.model_copy(update={"pieces": (*source.pieces, *pieces_to_json(pieces))})
     of_run = None if source.kind == "folder" else weights.recipes[weights.recipe]()
     reader = open_reader(source, check_bytes=False)
-    seed, step = of_run.train.seed if of_run else 0, source.step or 0
-    before = ModelConfig.model_validate(weights.sections.model)
-    known = Given(seed, reader.weight, partial(_rows_of, of_run), step if weights.trunk else 0)
-    model, growths, notes = grow_model(before, words, reader, known)
+    if weights.trunk and moments != "new" and is_own(weights.trunk.optim.kind):
+        raise ConfigError(
+            f"how the state of optim.kind={weights.trunk.optim.kind} grows is not known: begin it anew with "
+            "--moments new"
+        )
+    seed, before = of_run.train.seed if of_run else 0, weights.sections.model
+    known = Given(seed, reader.weight, partial(_rows_of, of_run), source.step or 0)
+    model, growths, notes = grow_model(ModelConfig.model_validate(before), words, reader, known)
     update = {"grown": growths, "moments": moments or "keep"}
     grown = replace(
         weights,

@@ -133,14 +133,14 @@ def _noise(experts: ExpertsConfig, words: Mapping[str, str]) -> float | None:
 def _order(scores_E: Tensor, more: int, groups: int) -> list[tuple[int, bool]]:
     """Returns the expert that each grown one has been, and whether it is a copy.
 
-    The copies of a group of neighbours follow it.
+    Copies follow their experts, so that groups stay, and a rank has no more copies that sleep than another.
     """
     size, found = len(scores_E) // groups, list[tuple[int, bool]]()
     for first in range(0, len(scores_E), size):
         own = chosen(scores_E[first : first + size].tolist(), more // groups)
         found += [(first + expert, False) for expert in range(size)]
         found += [(first + expert, True) for expert in own]
-    return found
+    return sorted(found)
 
 
 def chosen(scores: Sequence[float], more: int) -> list[int]:

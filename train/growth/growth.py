@@ -22,7 +22,7 @@ _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each e
 
 def no_rows() -> Sequence[Rows]:
     """Reads a few batches of a source without data: there are none."""
-    raise ConfigError("there is no prepared data to measure experts or losses with")
+    raise ConfigError("there is no prepared data to measure with; by=norm needs none")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def grow_run(
     reader = open_reader(source)
     if source.step is not None:
         before = read_meta(Path(source.path)).meta
+        if any(word.startswith(("data.", "prepare.")) for word in overrides):
+            before = {**before, "data": None}  # a position in other text
         grown = tuple(one.model_copy(update={"takes": ()}) for one in source.grown)
         source = source.model_copy(update={"kind": "written", "grown": grown})
     elif config.prepare.tokenizer == source.path:  # which the run has its own copy of

@@ -2,8 +2,8 @@
 
 A hidden unit adds down_j · a(up_j · x) by itself, so the parts of an expert add up to it. They have its router's
 row, and so its logit: the best m·K of them are the parts of the best K. A sigmoid's gate is that of the
-expert. A softmax, over all or over the chosen, gives each part 1/m of it, which the factor of the gates makes
-good, or where the router has none the down-projection. The parts separate by their own gradients.
+expert. A softmax, over all or over the chosen, gives each part 1/m of it, which m times the down-projection makes
+good. The parts separate by their own gradients.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,16 +34,10 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     }
     if experts.num_shared_experts:
         changes["d_shared_expert"] = experts.d_shared_expert or experts.d_expert
-    factors: dict[str, float] = {}
-    down = 1.0  # what makes good that the parts share their expert's gate
-    if isinstance(router, DeepSeekConfig):
-        if router.renormalise or router.scores == "softmax":
-            changes["router.route_scale"] = router.route_scale * parts
-        if router.scores == "softmax":  # what is added to scores shrinks with them
-            factors["selection_bias"] = 1 / parts
-    elif router.kind == "token_choice":
-        down = float(parts)
-    factors |= {"w_down": down, "b_down": down}
+    is_softmax = getattr(router, "scores", "") == "softmax" or router.kind == "token_choice"
+    # What makes good that the parts share their expert's gate; biases shrink with the scores.
+    down = float(parts) if is_softmax or getattr(router, "renormalise", False) else 1.0
+    factors = {"w_down": down, "b_down": down, "selection_bias": 1 / parts if is_softmax else 1.0}
     if getattr(router, "balance_pool", False):  # a sum over K choices, which are m times as many
         changes["router.balance"] = router.balance / parts
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
@@ -52,7 +46,7 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     if _refuses_others(router):
         promise = f"{sizes}; where an expert is full, its parts refuse different rows"
         return Growth(grown, takes, promise, is_exact=False)
-    return Growth(grown, takes, f"the logits stay equal to 1e-5; {sizes}")
+    return Growth(grown, takes, f"the logits stay equal, up to rounding; {sizes}")
 
 
 def _refuses_others(router: Any) -> bool:
@@ -85,9 +79,8 @@ def _checked(experts: ExpertsConfig, word: str) -> int:
     parts, width, router = int(word) if word.isdecimal() else 0, experts.d_expert, experts.router
     fitting = [str(m) for m in range(2, width + 1) if width % m == 0][:4]
     if parts < 2 or width % parts:
-        raise ConfigError(
-            f"d_expert={width} cannot be cut into {word!r} parts; {', '.join(fitting)} would fit"
-        )
+        fit = f"{', '.join(fitting)} would fit" if fitting else "it has one hidden unit"
+        raise ConfigError(f"d_expert={width} cannot be cut into {word!r} parts; {fit}")
     if isinstance(router, DeepSeekConfig):
         is_limited = router.kept_groups < router.num_groups
         if is_limited and router.group_score == "top2":

@@ -61,7 +61,7 @@ def parse(words: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
         word, equals, value = given.partition("=")
         if word not in owners:
             raise ConfigError(
-                f"--grow {given}: there is no such word{nearest(word, owners) or ';'} the words are {some_of(owners)}"
+                f"--grow {given}: there is no such word{nearest(word, owners) or ';'} the words are {', '.join(owners)}"
             )
         if word in _FLAGS and equals:
             raise ConfigError(
@@ -102,7 +102,8 @@ def grow(
         model, reader = growth.model, GrownReader(reader, growth.takes)
         shapes = shapes_of(model).items()
         unlike = [each for each, shape in shapes if reader.shape(f"model.{each}") != shape]
-        assert not unlike, f"{name} does not give {some_of(unlike)}"
+        if unlike:
+            raise ConfigError(f"--grow {_text(own)}: nothing gives the model's {some_of(unlike)}")
         table = takes_to_json(growth.takes)
         growths.append(GrownBy.of(_text(own), model.model_dump(mode="json"), table))
         notes += [f"grows by {_text(own)}: {growth.promise}", *growth.notes]
