@@ -208,11 +208,14 @@ def start_from(
     *overrides: str | Sequence[str],
     draw_anew: str | Sequence[str] = (),
     family: str | None = None,
+    grow: str | Sequence[str] = (),
+    moments: Literal["keep", "new"] | None = None,
     **values: object,
 ) -> Start:
     """Returns a run that starts from given weights, for `fit` and `submit`, like `--from`.
 
         start = moebius.start_from("runs/a", "smoke", "optim.learning_rate=1e-4")
+        start = moebius.start_from("runs/a@2000", grow="experts=x2")
         moebius.fit(start, "runs/b")
 
     It has the source's model and tokenizer, and its own data, schedule, optimizer and mesh.
@@ -225,6 +228,8 @@ def start_from(
         overrides: as for `recipe`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
         family: of a folder: `module:name` of your own family.
+        grow: how the model grows first, in words such as "experts=x2 asleep".
+        moments: whether a branch that grows keeps the optimizer's state; None: it does.
         values: as for `recipe`.
 
     Raises:
@@ -233,7 +238,8 @@ def start_from(
     """
     changes, drawn = as_overrides(values, *overrides), [*as_overrides({}, draw_anew)]
     given, name = os.fspath(source), None if name is None else os.fspath(name)
-    return starting.start_from(given, name, changes, draw_anew=drawn, family=family)
+    more = {"grow": [grow] if isinstance(grow, str) else grow, "moments": moments}
+    return starting.start_from(given, name, changes, draw_anew=drawn, family=family, **more)
 
 
 @checked

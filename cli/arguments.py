@@ -109,6 +109,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --from: draw parameters that match (* and ?) instead of loading them; can be "
         "repeated",
     )
+    parser.add_argument(
+        "--grow",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="with --from: grow the model first, for example split=2, experts=x2 or mixture=8/4 "
+        "(docs/grow.md)",
+    )
+    parser.add_argument(
+        "--moments",
+        choices=["keep", "new"],
+        help="with --from RUN@STEP --grow: the optimizer's state, by default kept",
+    )
 
 
 def add_overrides(parser: argparse.ArgumentParser, *, metavar: str = "section.key=value") -> None:
@@ -116,6 +130,12 @@ def add_overrides(parser: argparse.ArgumentParser, *, metavar: str = "section.ke
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar=metavar, help="values to change"
     )
+
+
+def words_and_overrides(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the words of growth, whose names have no dot, and the changes of the configuration."""
+    words = [word for word in given if "." not in word.partition("=")[0]]
+    return words, [word for word in given if word not in words]
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:

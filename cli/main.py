@@ -203,7 +203,8 @@ def parse(
             _chosen(parser, words).error(needed)
     if not rest:
         return options
-    are_overrides = all("=" in word and not word.startswith("-") for word in rest)
+    is_bare = "bare_words" in options
+    are_overrides = all(("=" in word or is_bare) and not word.startswith("-") for word in rest)
     if "overrides" not in options or not are_overrides:
         chosen = _chosen(parser, words)
         hint = _hint_for(rest) if "overrides" in options else _options_of(chosen)

@@ -185,7 +185,7 @@ def test_every_breach_is_found_and_every_contract_is_seen_to_fail(tmp_path: Path
 
 # Graphs ---------------------------------------------------------------------------------------------
 
-PULLED_IN = {"moebius.train.loop": 149}  # modules, wherever the import stands
+PULLED_IN = {"moebius.train.loop": 150}  # modules, wherever the import stands
 
 
 def circle_in(graph: grimp.ImportGraph) -> str | None:

@@ -9,6 +9,7 @@ spaces. `{any}` stands for what varies, and {here} for the folder. A mistake cha
 
 import contextlib
 import difflib
+import functools
 import io
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hf_case import make_run, model_of
 
 import moebius
 from moebius.cli.main import main
@@ -32,6 +34,9 @@ def no_config(given): ...
 def number(): return 3
 def two(named, config): ...
 """
+
+
+TRAINED = re.compile(r"\bruns/(dense|moeut|sigma_moe|deepseek)\b")
 
 
 def sessions(text: str) -> list[str]:
@@ -46,8 +51,17 @@ def parts(session: str) -> tuple[dict[str, str], str, str]:
     return files, typed, answer
 
 
+@functools.cache
+def trained(recipe: str) -> dict[str, bytes]:
+    """Returns the files of a run of a small model with a checkpoint, by path."""
+    with tempfile.TemporaryDirectory() as name:
+        run = make_run(Path(name) / "runs" / recipe, model_of(recipe))
+        files = (path for path in run.rglob("*") if path.is_file())
+        return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
+
+
 @contextlib.contextmanager
-def a_folder(files: dict[str, str]) -> Iterator[Path]:
+def a_folder(files: dict[str, str], typed: str) -> Iterator[Path]:
     """Makes the folder that the head of mistakes.txt describes, and enters it."""
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         here = Path(name)
@@ -56,6 +70,10 @@ def a_folder(files: dict[str, str]) -> Iterator[Path]:
         known = {"text.txt": "some text\n", "runs/mine/config.json": "{}\n", "own.py": OWN}
         for path, content in (known | files).items():
             (here / path).write_text(content)
+        for recipe in TRAINED.findall(typed):
+            for path, data in trained(recipe).items():
+                (here / path).parent.mkdir(parents=True, exist_ok=True)
+                (here / path).write_bytes(data)
         sys.modules.pop("own", None)
         no_cache = mock.patch.object(sys, "dont_write_bytecode", True)
         with no_cache, mock.patch.dict(os.environ, {"XDG_STATE_HOME": name}):
@@ -82,7 +100,7 @@ def said(typed: str) -> str:
 def answered(session: str) -> str:
     """Returns a session with the answer of today, as it stands in the file."""
     files, typed, _ = parts(session)
-    with a_folder(files) as here:
+    with a_folder(files, typed) as here:
         before = set(here.rglob("*"))
         answer = said(typed).replace(str(here), "{here}")
         assert not (left := set(here.rglob("*")) - before), f"{typed} leaves {left} behind"

@@ -66,6 +66,7 @@ ELSEWHERE = {
     "moebius tasks runs/compare": "satellites/science/tests/compare/test_compare.py",
     "moebius tasks runs/p_hop_moeut ": "satellites/science/docs/tasks.md",
     "python -m moebius_science.loops": "satellites/science/tests/test_loops.py",
+    "python -m moebius_science.growth": "satellites/science/tests/test_growth.py",
     "python -m moebius_science.optimizers": "satellites/science/tests/test_optimizers.py",
     "python -m moebius_conform": "satellites/conform/tests/test_conform.py",
 }

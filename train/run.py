@@ -11,7 +11,6 @@ from ..data_pipeline.read.loader import Batch, Loader
 from ..distributed.average import WeightAverage
 from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
-from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
 from ..distributed.checkpoint.source import load_start
@@ -265,12 +264,13 @@ def resume(run: Run) -> Resumed | None:
 
 def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     """Loads a checkpoint into the run, and returns its meta; a collective call."""
-    run.expert_placement.restore(found.meta.meta.get("experts", {}))
-    if updates := found.meta.meta["progress"]["updates"]:
+    meta = found.meta.meta
+    run.expert_placement.restore(meta.get("experts", {}))
+    if updates := meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
-    more = not run.average.restore(found.meta.meta) or not updates  # old imports have zero moments
+    more = not run.average.restore(meta) or not updates  # old imports have zero moments
     state = state_tensors(run.model, run.optimizer)
-    meta = load(found.path, *state, mesh=run.mesh, check_bytes=False, allow_unexpected=more)
+    found.load(*state, mesh=run.mesh, allow_unexpected=more)
     run.state.progress = TrainingProgress(**meta["progress"])
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:

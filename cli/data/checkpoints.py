@@ -1,4 +1,4 @@
-"""`moebius ckpt`: lists, verifies, exports, imports and averages checkpoints."""
+"""`moebius ckpt`: lists, verifies, exports, imports, grows and averages checkpoints."""
 
 import argparse
 from pathlib import Path
@@ -10,6 +10,7 @@ from ..arguments import (
     add_overrides,
     add_weights_argument,
     resolve_config,
+    words_and_overrides,
 )
 from ..console import console, print_plain
 
@@ -20,7 +21,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "ckpt",
         _ls,
-        "list, verify, export, import and average checkpoints",
+        "list, verify, export, import, grow and average checkpoints",
         examples=["ckpt ls runs/mine", "ckpt verify runs/mine"],
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -28,6 +29,7 @@ def add_commands(commands: Commands) -> None:
     _add_verify(actions)
     _add_export(actions)
     _add_import(actions)
+    _add_grow(actions)
     _add_average(actions)
 
 
@@ -202,6 +204,38 @@ def _import(options: argparse.Namespace) -> int:
         )
     config = resolve_config(name, overrides)
     print_plain(import_published(options.file, options.out, config, ignore=options.ignore))
+    return 0
+
+
+def _add_grow(actions: Commands) -> None:
+    parser = add_command(
+        actions,
+        "grow",
+        _grow,
+        "write what a model grows into as a new run to evaluate, export or train",
+        examples=[
+            "ckpt grow runs/mine --run-dir runs/finer split=2",
+            "ckpt grow runs/mine@2000 --run-dir runs/larger experts=x2 by=norm",
+        ],
+        notes="docs/grow.md lists the words. `train --from … --grow …` does the same as a run starts, and "
+        "RUN@STEP goes on there with the optimizer's state.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a run, RUN@STEP, a checkpoint, a folder of published weights, or hf://org/name",
+    )
+    add_overrides(parser, metavar="WORD|section.key=value")
+    parser.set_defaults(bare_words=True)
+    _add_new_run_argument(parser)
+    parser.add_argument("--family", metavar="MODULE:NAME", help="of a folder: a family of your own")
+
+
+def _grow(options: argparse.Namespace) -> int:
+    from ...train.growth.new_run import grow_run
+
+    words, overrides = words_and_overrides(options.overrides)
+    print_plain(grow_run(options.source, options.out, words, overrides, family=options.family))
     return 0
 
 

@@ -14,6 +14,7 @@ from ..arguments import (
     add_unauthenticated,
     allow_unauthenticated,
     resolve_config,
+    words_and_overrides,
 )
 from ..console import console, print_plain
 
@@ -52,6 +53,7 @@ def _add_train(commands: Commands) -> None:
             "train mine.toml --dry-run",
             "train --from runs/mine@10000 optim.schedule=wsd train.steps=12000 --run-dir runs/branch",
             'train --from hf://allenai/OLMoE-1B-7B-0924 prepare.input="texts/*.txt"',
+            "train --from runs/mine@10000 --grow experts=x2 --run-dir runs/larger train.steps=20000",
         ],
         notes=ENDS,
     )
@@ -149,9 +151,10 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path, Source | None]
     source = None
     if options.start_from is not None:
         config, source = _start(options)
-    elif options.draw_anew or options.family:
+    elif options.draw_anew or options.family or options.grow or options.moments:
         raise ValueError(
-            "--draw-anew and --family need --from SOURCE: without it, all parameters are drawn"
+            "--draw-anew, --family, --grow and --moments need --from SOURCE: without it, all parameters "
+            "are drawn"
         )
     else:
         config = resolve_config(options.name, options.overrides)
@@ -165,12 +168,15 @@ def _start(options: argparse.Namespace) -> "tuple[Config, Source]":
     """Returns the configuration of a run that starts from `--from`, and its source."""
     from ...train.families.start import start_from
 
+    words, more = words_and_overrides(options.grow)
     start = start_from(
         options.start_from,
         options.name,
-        options.overrides,
+        [*options.overrides, *more],
         draw_anew=options.draw_anew,
         family=options.family,
+        grow=words,
+        moments=options.moments,
     )
     for note in start.notes:
         print_plain(note)

@@ -177,7 +177,7 @@ def _read_into(
         if (blocks := list(overlaps(chunk, shards.get(name) or whole_shard(tensor.shape))))
     ]
     for chunk, name, blocks in sorted(wanted, key=lambda each: (each[0].file, each[0].start)):
-        values, target = _read_chunk(stored, name, chunk), tensors[name].detach()
+        values, target = read_chunk(stored, name, chunk), tensors[name].detach()
         for there, here, sizes in blocks:
             block_of(target, here, sizes).copy_(block_of(values, there, sizes))
 
@@ -201,14 +201,19 @@ def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
     """Reads one whole tensor to the CPU, chunk by chunk."""
     tensor = stored.index.tensors[name]
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
-        return _read_chunk(stored, name, tensor.chunks[0]).contiguous()
+        return read_chunk(stored, name, tensor.chunks[0]).contiguous()
     whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
     for chunk in tensor.chunks:
-        block_of(whole, chunk.offsets, chunk.sizes).copy_(_read_chunk(stored, name, chunk))
+        block_of(whole, chunk.offsets, chunk.sizes).copy_(read_chunk(stored, name, chunk))
     return whole
 
 
-def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
+def read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
+    """Reads one chunk of a tensor to the CPU.
+
+    Raises:
+        CorruptCheckpointError: its file cannot be read, or holds something else there.
+    """
     path, dtype = stored.path / chunk.file, dtype_named(stored.index.tensors[name].dtype)
     try:
         with open(path, "rb") as file:

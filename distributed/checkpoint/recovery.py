@@ -12,12 +12,15 @@ Cost: the bytes are read once by all ranks together (0.8 GB/s per core), twice f
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from ..mesh import Mesh
 from .checkpoint_folder import DamagedCheckpoint, list_set_aside
 from .format import (
     CheckpointError,
@@ -28,7 +31,7 @@ from .format import (
     step_of,
     without_advice,
 )
-from .loading import check_for_all
+from .loading import check_for_all, load
 from .second_copy import SecondCopy
 from .together import gathered
 
@@ -44,6 +47,13 @@ class WholeCheckpoint:
     meta: CheckpointMeta
     damaged: tuple[DamagedCheckpoint, ...]  # of the same step or newer, newest first
     fetched_for: Path | None = None  # final path of a `path` fetched from the second place
+    grow: Callable[..., None] | None = None  # reads the state of a branch that grows out of it
+
+    def load(self, *state: Mapping[str, Any], mesh: Mesh, allow_unexpected: bool) -> None:
+        """Fills this rank's part of a run's state in place, tensors and shards. Collective."""
+        options: dict[str, Any] = {"check_bytes": False, "allow_unexpected": allow_unexpected}
+        read = self.grow or partial(load, self.path, **options)
+        read(*state, mesh=mesh)
 
 
 def newest_whole(

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,10 +25,6 @@ from ...data_pipeline.words import some_of
 from ...plugins import distrust
 from .format import (
     CheckpointError,
-    Chunk,
-    Index,
-    StoredTensor,
-    audit,
     blake2b,
     open_checkpoint,
 )
@@ -36,7 +33,7 @@ from .together import gathered, together
 if TYPE_CHECKING:  # commands read source.json without DTensor's import of half a second
     from ..local_shard import LocalShard
     from ..mesh import Mesh
-    from .pieces import Piece
+    from .grown import BlockReader
     from .recovery import WholeCheckpoint
 
 SOURCE = "source.json"
@@ -44,6 +41,35 @@ SOURCE_FILES = "source"
 """The folder of a run folder with a copy of the published folder's small files, for `ckpt export`."""
 
 _SHOWN_DIGITS = 12  # of a digest
+_MAX_BYTES = 2**28  # of source.json, which has a row for each region of a grown bank
+
+
+class GrownBy(BaseModel):
+    """One growth of a source: the words that asked for it, and what it comes to.
+
+    What a run starts from follows from this alone, whatever an operator of the same words does later.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    words: str
+    model: dict[str, Any]  # the section that it leads to
+    takes: tuple[Any, ...] = ()  # rows of `takes_to_json`
+    digest: str  # of model and takes
+
+    @staticmethod
+    def of(words: str, model: dict[str, Any], takes: Sequence[Any]) -> "GrownBy":
+        """Returns a growth with its digest."""
+        return GrownBy(words=words, model=model, takes=tuple(takes), digest=_digest(model, takes))
+
+    def check(self) -> None:
+        """Refuses a table that was changed."""
+        if _digest(self.model, self.takes) != self.digest:
+            raise CheckpointError(f"{SOURCE}: the growth {self.words} is not the one of its digest")
+
+
+def _digest(model: dict[str, Any], takes: Sequence[Any]) -> str:
+    return blake2b(json.dumps([model, takes]).encode())
 
 
 class Source(BaseModel):
@@ -63,7 +89,10 @@ class Source(BaseModel):
     zeros: tuple[str, ...] = ()  # buffers that the folder's family lacks
     ignored: tuple[str, ...] = ()  # tensors of the source that the model lacks
     dequantised: tuple[str, ...] = ()  # tensors of the folder in a packed format
-    pieces: tuple[Any, ...] = ()  # of a folder: rows of `pieces_to_json`
+    # of a folder: rows of `pieces_to_json`; those without a key, of a folder that grows, are zeros
+    pieces: tuple[Any, ...] = ()
+    grown: tuple[GrownBy, ...] = ()  # growths of the source's model, in their order
+    moments: Literal["keep", "new"] = "keep"  # of a branch that grows: the optimizer's state
 
     def words(self) -> str:
         """Says in one line what the run starts or branches from."""
@@ -72,7 +101,15 @@ class Source(BaseModel):
         words = f"{verb} from {self.given}, {what} (digest {self.digest[:_SHOWN_DIGITS]})"
         told = {"dequantised": self.dequantised, "drawn anew": self.drawn, "ignored": self.ignored}
         lists = (f"; {what}: {some_of(names, most=80)}" for what, names in told.items() if names)
+        for growth in self.grown:
+            words += f", grown by {growth.words} (digest {growth.digest[:_SHOWN_DIGITS]})"
         return words + "".join(lists)
+
+    def public_words(self) -> str:
+        """Says the same to readers of a published model, without folders of the user's."""
+        is_public = self.given.startswith("hf://")
+        given = self.given if is_public else Path(self.given).name
+        return self.model_copy(update={"given": given}).words()
 
     def as_text(self) -> str:
         """Returns the text of source.json, a key per line."""
@@ -83,7 +120,11 @@ class Source(BaseModel):
     def is_like(self, other: "Source") -> bool:
         """Returns whether both take the same from the same, and draw the same parameters anew."""
         same = self.given == other.given or self.digest == other.digest
-        return same and (self.kind, self.drawn) == (other.kind, other.drawn)
+        mine, others = (
+            (source.kind, source.drawn, source.moments, [growth.digest for growth in source.grown])
+            for source in (self, other)
+        )
+        return same and mine == others
 
 
 def read_source(run_dir: Path) -> Source | None:
@@ -94,7 +135,7 @@ def read_source(run_dir: Path) -> Source | None:
     """
     path = run_dir / SOURCE
     try:
-        source = Source.model_validate_json(read_regular(path))
+        source = Source.model_validate_json(read_regular(path, max_bytes=_MAX_BYTES))
         distrust(source.family, run_dir)
         return source
     except (OSError, ValidationError) as error:
@@ -121,6 +162,8 @@ def keep_small_files(source: Source, run_dir: Path) -> None:
         kept.mkdir()
         for path in before:
             shutil.copyfile(path, kept / path.name)
+    if source.grown:  # it describes the model before
+        (kept / "README.md").unlink(missing_ok=True)
 
 
 def kept_files(run_dir: Path) -> list[Path]:
@@ -180,7 +223,17 @@ def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
 
     together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
     path = Path(source.path)
-    return WholeCheckpoint(path, check_for_all(path, mesh.world_group), damaged=())
+    meta = check_for_all(path, mesh.world_group)
+    if not source.grown:
+        return WholeCheckpoint(path, meta, damaged=())
+    # Not kept: where experts lay, which steps were normal, and of new moments all that goes with them.
+    lost = ("spikes", *(("average", "groups") if source.moments == "new" else ()))
+    kept = {key: value for key, value in meta.meta.items() if key not in lost} | {"experts": {}}
+    kept["config"] = {**kept["config"], "model": source.grown[-1].model}
+    if source.moments == "new":
+        kept["progress"] = {**kept["progress"], "updates": 0}
+    grow = partial(load_blocks, source, check_bytes=False)
+    return WholeCheckpoint(path, meta.model_copy(update={"meta": kept}), damaged=(), grow=grow)
 
 
 def load_source(
@@ -199,10 +252,11 @@ def load_source(
     """
     from .loading import load
 
-    kept = {f"model.{name}" for name in (*source.drawn, *source.zeros)}
+    zeros = () if source.grown else source.zeros  # which a growth may change
+    kept = {f"model.{name}" for name in (*source.drawn, *zeros)}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
-    if source.kind == "folder":
-        return _load_folder(source, wanted, shards, mesh)
+    if source.grown or source.kind == "folder":
+        return load_blocks(source, wanted, shards, mesh=mesh)
     together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
     load(Path(source.path), wanted, shards, mesh=mesh, allow_unexpected=True, converts=True)
 
@@ -239,64 +293,68 @@ def _check_digest(source: Source, now: str) -> None:
         )
 
 
-# Published folders -------------------------------------------------------------------------------
+# Sources that are read block by block ---------------------------------------------------------------
 
 
-def _load_folder(
-    source: Source, tensors: Mapping[str, Tensor], shards: "Mapping[str, LocalShard]", mesh: "Mesh"
-) -> None:
-    """Fills this rank's tensors from a published folder, block by block."""
-    from ..local_shard import block_of, whole_shard
-    from .loading import overlaps
+def open_reader(
+    source: Source, *, part: int = 0, parts: int = 1, check_bytes: bool = True
+) -> "BlockReader":
+    """Opens what a run starts from as the model that it starts with; arguments as for `open_share`.
+
+    Raises:
+        CheckpointError: the source is gone, has changed or is damaged, or a growth does not fit it.
+    """
+    from .grown import GrownReader, PublishedReader, StoredReader, takes_from_json
+    from .loading import open_share
     from .pieces import PublishedFolder, pieces_from_json
 
     path = Path(source.path)
-    pieces = [one for one in pieces_from_json(source.pieces) if f"model.{one.name}" in tensors]
-    own = {name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()}
-
-    def check() -> PublishedFolder:
-        if not path.exists():
-            _check_digest(source, "")
+    if source.kind == "folder" and path.exists():
         folder = PublishedFolder(path)
         _check_digest(source, folder.digest)
-        folder.check(pieces)
-        refuse_gaps(source.path, pieces, {name: shard.global_shape for name, shard in own.items()})
-        return folder
+        reader: BlockReader = PublishedReader(folder, pieces_from_json(source.pieces))
+    else:
+        _check_digest(source, _digest_of(source))
+        reader = StoredReader(open_share(path, part, parts, check_bytes=check_bytes))
+    for growth in source.grown:
+        growth.check()
+        reader = GrownReader(reader, takes_from_json(growth.takes))
+    return reader
 
-    folder = together(mesh.world_group, check)
+
+def load_blocks(
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    shards: "Mapping[str, LocalShard]",
+    *,
+    mesh: "Mesh",
+    check_bytes: bool = True,
+) -> None:
+    """Does what `load_source` does, from a folder or a source that grows. Collective.
+
+    Of a branch that grows, `tensors` include the optimizer's state.
+    """
+    from ..local_shard import whole_shard
+
+    own = {name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()}
+
+    def check() -> "BlockReader":
+        reader = open_reader(
+            source, part=mesh.rank, parts=mesh.layout.world_size, check_bytes=check_bytes
+        )
+        shapes = {name: (reader.shape(name), shard.global_shape) for name, shard in own.items()}
+        if unlike := [f"{name}: {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
+            listed = some_of(unlike, between="\n  ", most=1000)
+            raise CheckpointError(
+                f"{source.path}: does not give every element of the model once:\n  {listed}"
+            )
+        return reader
+
+    reader = together(mesh.world_group, check)
 
     def read() -> None:
-        for piece in sorted(pieces, key=lambda piece: folder.keys[piece.key].file):
-            name = f"model.{piece.name}"
-            for there, here, sizes in overlaps(_as_chunk(piece), own[name]):
-                offsets = [at + start for at, start in zip(there, piece.start, strict=True)]
-                block = folder.read(piece, offsets, sizes)
-                block_of(tensors[name].detach(), here, sizes).copy_(block)
+        for name, shard in own.items():
+            for slice_ in shard.slices:
+                reader.fill(slice_.view(tensors[name].detach()), name, slice_.offsets)
 
     together(mesh.world_group, read)
-
-
-def refuse_gaps(path: str, pieces: "Sequence[Piece]", shapes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that pieces give every element of tensors exactly once.
-
-    Args:
-        path: of their folder, for the message.
-        pieces: the pieces of the tensors.
-        shapes: of the whole tensors, as "model.<name>".
-
-    Raises:
-        CheckpointError: lists the tensors with parts that are missing or there twice.
-    """
-    found = {
-        name: StoredTensor(dtype="", shape=tuple(shape), chunks=[])
-        for name, shape in shapes.items()
-    }
-    for piece in pieces:
-        found[f"model.{piece.name}"].chunks.append(_as_chunk(piece))
-    if gaps := audit(Index(tensors=found), {}):
-        listed = "\n  ".join(gaps)
-        raise CheckpointError(f"{path}: does not give every element of the model once:\n  {listed}")
-
-
-def _as_chunk(piece: "Piece") -> Chunk:
-    return Chunk(offsets=piece.start, sizes=piece.sizes, file=piece.key, start=0, length=0)

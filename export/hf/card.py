@@ -10,6 +10,7 @@ from pathlib import Path
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import read_manifest
 from ...distributed.checkpoint.format import StoredCheckpoint
+from ...distributed.checkpoint.source import read_source
 from ...model.cost import count_parameters
 from ...train.config.run_config import Config
 
@@ -70,6 +71,8 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
         loss = losses.get(kind, "unknown")
         yield name, loss if isinstance(loss, str) else f"{loss:.4f} nats per token"
     yield "checkpoint digest", stored.manifest.digest
+    if (source := read_source(run_dir)) is not None and source.grown:
+        yield "grown", source.public_words()
 
 
 def _last_losses(log: Path, last_step: int) -> dict[str, float | str]:

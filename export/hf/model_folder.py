@@ -33,6 +33,7 @@ from ...distributed.checkpoint.format import (
     open_verified,
 )
 from ...distributed.checkpoint.loading import choose_weights
+from ...distributed.checkpoint.source import read_source
 from ...distributed.checkpoint.writing import write_synced
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import Config, ConfigError
@@ -163,6 +164,8 @@ def export(
     elif origin is not None:
         end = None if tokenizer is None else tokenizer.end_of_document_id
         texts["config.json"] = family_config(origin, dtype, config.data.seq_len, end)
+        if (began := read_source(run_dir)) is not None and began.grown:  # not the card of before
+            texts["README.md"] = f"# {config.job.name}\n\nThe run {began.public_words()}.\n"
     else:
         texts |= _model_files(stored, config, dtype or "fp32", tokenizer)
         texts["README.md"] = make_card(stored, config, words)

@@ -39,6 +39,7 @@ _EXAMPLES = {  # of arguments, by name
     "model": 'moebius.load("runs/mine")',
     "overrides": '"train.steps=20"',
     "draw_anew": '["embedding"]',
+    "grow": '"split=2"',
     "tasks": '["piqa"]',
     "prompt": '"Once upon a time"',
     "text": '"Once upon a time"',

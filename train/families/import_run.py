@@ -194,7 +194,7 @@ def import_published(
         model = Transformer(config.model)
     check_weights(weights, model, origin=str(file))
     notes = f"\n  ignored: {', '.join(skipped)}" if skipped else ""
-    return _write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
+    return write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
 
 
 def import_folder(
@@ -234,7 +234,7 @@ def import_folder(
         raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
     state = {each: partial(plan.tensor, each) for each in weights.shapes}
     notes = f"{plan}\n  {settings_words(config, whose)}"
-    return _write_run(out, config, state, notes, weights.source)
+    return write_run(out, config, state, notes, weights.source)
 
 
 def average_checkpoints(
@@ -320,10 +320,10 @@ def _write_after(
         digest=last.manifest.digest,
         tokenizer=_tokenizer_of(last),
     )
-    return _write_run(out, config, state, notes, source, before=last.meta.meta)
+    return write_run(out, config, state, notes, source, before=last.meta.meta)
 
 
-def _write_run(
+def write_run(
     out: Path,
     config: Config,
     state: Mapping[str, Callable[[torch.dtype], Tensor]],

@@ -16,7 +16,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.errors import InputError
@@ -25,12 +29,17 @@ from ...data_pipeline.tokenizers.hub import open_tokenizer
 from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ...data_pipeline.words import run_and_step, runs_near, some_of
 from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint
-from ...distributed.checkpoint.pieces import pieces_to_json
-from ...distributed.checkpoint.source import Source, refuse_gaps
+from ...distributed.checkpoint.grown import refuse_gaps
+from ...distributed.checkpoint.pieces import Piece, pieces_to_json
+from ...distributed.checkpoint.source import Source, open_reader
 from ...model.config.model_config import ModelConfig
-from ...plugins import trust
+from ...plugins import is_own, trust
 from ..config.resolve import StartSections, base_values, resolve
 from ..config.run_config import Config, ConfigError
+from ..evaluate import Rows, read_rows
+from ..growth.growth import Given, no_rows
+from ..growth.table import grow as grow_model
+from ..growth.table import parse
 from ..recipes.hub import continuation, settings_words
 from ..recipes.smoke import RECIPES
 from ..record.run_folder import check_branch, checkpoint_config, count_epochs
@@ -50,6 +59,7 @@ _NOT_FETCHED = [
     "*.msgpack",
     "*.onnx",
 ]
+_MEASURED_ROWS = 32  # of the validation split, for the usefulness of experts
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -83,6 +93,8 @@ def start_from(
     *,
     draw_anew: Sequence[str] = (),
     family: str | None = None,
+    grow: Sequence[str] = (),
+    moments: Literal["keep", "new"] | None = None,
 ) -> Start:
     """Returns what a new run starts or branches from, and its configuration.
 
@@ -94,17 +106,22 @@ def start_from(
         overrides: `section.key=value`; those of the model may change no parameter that is loaded.
         draw_anew: patterns (* and ?) of parameters to draw instead of loading them.
         family: of a folder: `module:name` of one's own; by default config.json names a known one.
+        grow: words of operators (../growth/table.py), by which the model grows first.
+        moments: whether a branch that grows keeps its trunk's optimizer state, which is the default.
 
     Raises:
         ConfigError: there is nothing of this name, or the configuration or its tokenizer does not fit
-            the weights, or the trunk of a branch.
+            the weights, or the trunk of a branch; or the model cannot grow so.
         CheckpointError: the run has no such checkpoint, or its files are damaged.
     """
     name, overrides = recipe_and_changes(name, overrides)
     trust(overrides)
     if name is not None and not name.endswith(".json"):
         base_values(name, RECIPES)  # the user has named what it names
+    parse(grow)  # before anything is read
     weights, is_named = _given_weights(given, family), name is not None
+    if grow or moments:
+        weights = _grown(weights, grow, moments)
     name = name or weights.recipe
     recipes = _recipes(name) if is_named else weights.recipes
     is_other = not is_named and _names_other_text(weights, overrides)
@@ -113,7 +130,9 @@ def start_from(
         name, recipes = weights.source.path, {weights.source.path: lambda: base}
     if weights.trunk is not None:
         config = resolve(name, overrides, recipes, start=weights.sections if is_other else None)
-        return _branch(weights.source, weights.trunk, config, draw_anew)
+        return replace(
+            _branch(weights.source, weights.trunk, config, draw_anew), notes=weights.notes
+        )
     config = resolve(name, overrides, recipes, start=weights.sections)
     source = _with_tokenizer(_fitted(weights, config.model, draw_anew), config)
     _check_tokenizer(config, source, weights.sections)
@@ -204,8 +223,7 @@ def _in_folder(path: Path, family: str | None, *, given: str) -> GivenWeights:
     """Returns a folder of published weights, of which every rank reads its own pieces."""
     plan = open_family(path, family)
     weights = weights_in_folder(plan, given=given)
-    wanted = {f"model.{piece.name}": weights.shapes[piece.name] for piece in plan.pieces}
-    refuse_gaps(str(path), plan.pieces, wanted)
+    refuse_gaps(str(path), plan.pieces, weights.shapes)
     pieces = tuple(pieces_to_json(plan.pieces))
     return replace(weights, source=weights.source.model_copy(update={"pieces": pieces}))
 
@@ -290,6 +308,56 @@ def _branch(source: Source, trunk: Config, config: Config, draw_anew: Sequence[s
             f"branch goes on after step {step}: set, for example, train.steps={2 * step}"
         )
     return Start(config, source)
+
+
+# Growing -------------------------------------------------------------------------------------------
+
+
+def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> GivenWeights:
+    """Returns weights as the model that they grow into.
+
+    Raises:
+        ConfigError: the model cannot grow so, or the moments are not those of a branch that grows.
+    """
+    source = weights.source
+    if moments and not (words and source.kind == "branch"):
+        raise ConfigError(
+            f"--moments {moments}: only a run that goes on, --from RUN@STEP, and grows has moments to keep; leave "
+            "it out"
+        )
+    if source.zeros:
+        zeros = [(name, weights.shapes[name]) for name in source.zeros]
+        pieces = [Piece("", name, (0,) * len(shape), shape, ()) for name, shape in zeros]
+        source = source.model_copy(update={"pieces": (*source.pieces, *pieces_to_json(pieces))})
+    of_run = None if source.kind == "folder" else weights.recipes[weights.recipe]()
+    reader = open_reader(source, check_bytes=False)
+    if weights.trunk and moments != "new" and is_own(weights.trunk.optim.kind):
+        raise ConfigError(
+            f"how the state of optim.kind={weights.trunk.optim.kind} grows is not known: begin it anew with "
+            "--moments new"
+        )
+    seed, before = of_run.train.seed if of_run else 0, weights.sections.model
+    known = Given(seed, reader.weight, partial(_rows_of, of_run), source.step or 0)
+    model, growths, notes = grow_model(ModelConfig.model_validate(before), words, reader, known)
+    update = {"grown": growths, "moments": moments or "keep"}
+    grown = replace(
+        weights,
+        source=source.model_copy(update=update),
+        shapes=shapes_of(model),
+        sections=replace(weights.sections, model=model.model_dump(mode="json")),
+        notes=(*weights.notes, *notes),
+    )
+    if of_run is None:
+        return grown
+    config = of_run.model_copy(update={"model": model})
+    return replace(grown, recipes={grown.recipe: lambda: config}, trunk=grown.trunk and config)
+
+
+def _rows_of(config: Config | None) -> Sequence[Rows]:
+    """Returns a few rows of a run's validation split."""
+    if config is None or not (config.data.dataset or is_prepared(config.data.directory)):
+        return no_rows()
+    return [*read_rows(config, torch.device("cpu"), max_rows=_MEASURED_ROWS)]
 
 
 # Fitting ------------------------------------------------------------------------------------------

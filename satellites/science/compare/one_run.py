@@ -14,6 +14,7 @@ from pathlib import Path
 from ..files import read_json, write_json
 
 ORIGIN = "origin.json"  # with which code and on which machine a run was started, each time
+START = "start.json"  # arguments of moebius.start_from, of a run that starts from another
 SCORES = "scores.json"  # those of tasks, in the run folder
 SCORING = "scoring.json"  # which tasks are asked for
 _BELIEVED_ALIVE_S = 60.0
@@ -41,7 +42,7 @@ def end_with_standard_input() -> None:
 
 
 def train(run_dir: Path) -> None:
-    """Trains the configuration in the run folder, from its newest checkpoint.
+    """Trains the configuration in the run folder, or what START says, from its newest checkpoint.
 
     Nobody else works in a comparison's folder, which is locked. A killed run counts as alive for
     some 20 s, so training is retried.
@@ -52,7 +53,9 @@ def train(run_dir: Path) -> None:
 
     starts = read_json(run_dir / ORIGIN).get("starts", [])
     write_json(run_dir / ORIGIN, {"starts": [*starts, environment()]})
-    config = moebius.Config.load(run_dir / "config.json")
+    config, start = moebius.Config.load(run_dir / "config.json"), read_json(run_dir / START)
+    if start:
+        config = moebius.start_from(start["source"], *start["overrides"], grow=start["grow"])
     deadline = time.monotonic() + _BELIEVED_ALIVE_S
     while True:
         try:

@@ -1,0 +1,242 @@
+"""Trains the runs of satellites/science/docs/growth.md, and reports what has finished of them.
+
+    python -m moebius_science.growth FOLDER [--jobs 2] [--report] [section.key=value …]
+
+Rates are chosen first, for trunks and drawn models, then every seed trains its trunks, what grows
+out of them, and the same models from drawn weights. The same command continues after an
+interruption. `--report` trains nothing.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+
+import moebius
+
+from .compare.file import CompareError, ComparisonFile, read_file
+from .compare.one_run import START
+from .compare.plan import PlannedRun, changed
+from .compare.results import RunResult, read_run
+from .compare.runner import locked, run_all
+from .compare.statistics import interval
+from .compare.tables import Table
+from .compare_command import Request, plan
+from .files import write_json
+from .loops.study import (
+    COMPARISONS,
+    INTERRUPTED,
+    SWEEP_SEED,
+    Report,
+    add_arguments,
+    best_rates,
+    carry_out,
+    ends,
+    finished,
+    train_all,
+    with_rates,
+)
+
+TRUNKS, DRAWN = COMPARISONS / "growth.toml", COMPARISONS / "growth_drawn.toml"
+RATES = (0.008, 0.016, 0.032, 0.064)
+_LOOPS = ("prelude=0:1", "core=1:3", "coda=3:4", "loops=2")
+_OPERATORS = {"split": ("split=2",), "experts": ("experts=x2", "noise=0.01"), "loops": _LOOPS}
+# The arm of a grown model, its trunk, and how it grows.
+CASES = {
+    f"{trunk}_{operator}": (trunk, _OPERATORS[operator])
+    for trunk, operators in {
+        "moeut": ("split", "experts"),
+        "sigma_moe": ("split", "experts", "loops"),
+    }.items()
+    for operator in operators
+}
+_DECAY = 0.4  # of the steps after the growth, at the end
+
+
+@dataclass(frozen=True)
+class GrowthStudy:
+    """Plans, trains and reports the study, in a folder."""
+
+    folder: Path
+    overrides: tuple[str, ...]
+    jobs: int
+
+    def train(self, console: Console) -> int:
+        """Trains what is missing; returns an exit code."""
+        worst = train_all([*self.sweep().values(), *self.drawn_sweep().values()], console)
+        if worst:
+            return worst
+        for seed in self._file(TRUNKS).seeds:
+            worst = max(worst, self._train_seed(seed, console))
+            if worst == INTERRUPTED:
+                break
+        return worst
+
+    def _train_seed(self, seed: int, console: Console) -> int:
+        """Trains a seed's trunks, what grows out of them, and the same models from drawn weights."""
+        trunks, drawn = self.trunks((seed,)), self.drawn((seed,))
+        if code := train_all([trunks], console):
+            return code
+        with locked(self.folder / "grown"):
+            runs = [self.grown(case, trunks, drawn) for case in CASES]
+            states = {state.state for state in run_all(runs, at_once=self.jobs)}
+        if "stopped" in states:
+            return INTERRUPTED
+        return max(int("failed" in states), train_all([drawn], console))
+
+    def _file(self, path: Path, seeds: Sequence[int] | None = None) -> ComparisonFile:
+        file = read_file(path)
+        given = {"jobs": self.jobs, "seeds": file.seeds if seeds is None else tuple(seeds)}
+        return file.model_copy(update=given)
+
+    def _plan(self, file: ComparisonFile, name: str, *more: str) -> Request:
+        return plan(file, [*self.overrides, *more], self.folder / name, origin=file.name)
+
+    def _swept(self, file: ComparisonFile, name: str) -> dict[float, Request]:
+        rates = {rate: f"optim.learning_rate={rate}" for rate in RATES}
+        return {rate: self._plan(file, f"{name}-{rate:g}", text) for rate, text in rates.items()}
+
+    def sweep(self) -> dict[float, Request]:
+        """Returns the runs that choose the trunks' rates, by rate."""
+        return self._swept(self._file(TRUNKS, (SWEEP_SEED,)), "rate")
+
+    def drawn_sweep(self) -> dict[float, Request]:
+        """Returns the runs that choose the drawn models' rates, by rate."""
+        return self._swept(self._drawn_file((SWEEP_SEED,)), "drawn-rate")
+
+    def trunks(self, seeds: Sequence[int] | None = None) -> Request:
+        """Returns the trunks of seeds, each with its rate; their second half is *continued*."""
+        rates = best_rates(self.sweep(), _cost)
+        return self._plan(with_rates(self._file(TRUNKS, seeds), rates), "continued")
+
+    def drawn(self, seeds: Sequence[int] | None = None) -> Request:
+        """Returns the grown models from drawn weights, each with its rate."""
+        rates = best_rates(self.drawn_sweep(), _cost)
+        return self._plan(with_rates(self._drawn_file(seeds), rates), "drawn")
+
+    def _drawn_file(self, seeds: Sequence[int] | None) -> ComparisonFile:
+        """Returns the drawn models, with the steps that the trunks' last FLOPs pay for."""
+        file = self._file(DRAWN, seeds)
+        trunks = {arm.name: arm.config for arm in self._plan(self._file(TRUNKS), "").arms}
+        arms = {arm.name: arm.config for arm in self._plan(file, "").arms}
+        entries = {}
+        for name, entry in file.arms.items():
+            steps = steps_for(arms[name], trunks[CASES[name][0]])
+            entries[name] = entry.model_copy(update={"train": {**entry.train, "steps": steps}})
+        return file.model_copy(update={"arms": entries})
+
+    def grown(self, case: str, trunks: Request, drawn: Request) -> PlannedRun:
+        """Returns a run that grows out of its trunk of the same seed, as its folder says."""
+        trunk, words = CASES[case]
+        (before,) = [run for run in trunks.runs if run.arm == trunk]
+        (other,) = [run for run in drawn.runs if run.arm == case]
+        steps, at, seed = other.config.train.steps, half(before.config), before.seed
+        lengths = {"train.steps": at + steps, "optim.decay_steps": round(_DECAY * steps)}
+        changes = [f"{key}={value}" for key, value in lengths.items()]
+        source, folder = f"{before.folder}@{at}", self.grown_folder(case, seed)
+        start = moebius.start_from(source, *changes, grow=words)
+        if start.config.model != other.config.model:
+            raise CompareError(f"{DRAWN.name}: the arm {case} is not the model that grows")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / START, {"source": source, "overrides": changes, "grow": words})
+        return PlannedRun(case, seed, start.config, folder)
+
+    def grown_folder(self, case: str, seed: int) -> Path:
+        """Returns the run folder of a case and seed."""
+        return self.folder / "grown" / case / f"seed-{seed}"
+
+    # The report -----------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Returns the table of what has finished."""
+        if not best_rates(self.drawn_sweep(), _cost) or not best_rates(self.sweep(), _cost):
+            return Report(
+                (), "No result yet: the sweeps of learning rates have not finished.", None
+            )
+        trunks, drawn = self.trunks(), self.drawn()
+        before, from_nothing = (_by_arm(finished(each)) for each in (trunks, drawn))
+        grown: dict[str, dict[int, RunResult]] = {}
+        for run in drawn.runs:  # the same cases and seeds
+            folder = self.grown_folder(run.arm, run.seed)
+            at = half(trunks.runs[0].config)
+            config = changed(run.config, train={"steps": at + run.config.train.steps})
+            if found := read_run(replace(run, folder=folder, config=config)):
+                grown.setdefault(run.arm, {})[run.seed] = found
+        labels = {name: entry.label for name, entry in read_file(DRAWN).arms.items()}
+        rows = [
+            (labels[case], *_row(grown[case], before.get(trunk, {}), from_nothing.get(case, {})))
+            for case, (trunk, _) in CASES.items()
+            if case in grown
+        ]
+        head = ("case", "seeds", "continued", "grown", "drawn", "grown − continued", "95 %")
+        head = (*head, "grown − drawn", "95 %", "just after")
+        title = f"Loss at equal FLOPs after step {half(trunks.runs[0].config)}, paired by seed"
+        return Report((Table(title, head, tuple(rows)),), "", None)
+
+
+def half(config: moebius.Config) -> int:
+    """Returns the step at which a trunk grows."""
+    return config.train.steps // 2
+
+
+def steps_for(config: moebius.Config, trunk: moebius.Config) -> int:
+    """Returns the steps that cost the FLOPs of a trunk's second half."""
+    each = [moebius.size_of(one).training_flops / one.train.steps for one in (trunk, config)]
+    return round((trunk.train.steps - half(trunk)) * each[0] / each[1])
+
+
+def _cost(run: RunResult) -> float:
+    return run.loss if math.isfinite(run.loss) else math.inf
+
+
+def _by_arm(runs: Sequence[RunResult]) -> dict[str, dict[int, RunResult]]:
+    found: dict[str, dict[int, RunResult]] = {}
+    for run in runs:
+        found.setdefault(run.arm, {})[run.seed] = run
+    return found
+
+
+Runs = Mapping[int, RunResult]  # by seed
+
+
+def _row(grown: Runs, continued: Runs, drawn: Runs) -> tuple[str, ...]:
+    """Returns a case's losses and differences, of the seeds that have finished everywhere."""
+    seeds = sorted(grown.keys() & continued.keys() & drawn.keys())
+    losses = [[runs[seed].loss for seed in seeds] for runs in (continued, grown, drawn)]
+    if not seeds:
+        return ("0", *[""] * 8)
+    means = [f"{fmean(each):.3f}" for each in losses]
+    differences = []
+    for other in (losses[0], losses[2]):
+        less = [ours - theirs for ours, theirs in zip(losses[1], other, strict=True)]
+        differences += [f"{fmean(less):+.3f}", ends(interval(less, claims=len(CASES)))]
+    after = [_just_after(grown[seed], continued[seed]) for seed in seeds]
+    return (str(len(seeds)), *means, *differences, f"{fmean(after):+.3f}")
+
+
+def _just_after(grown: RunResult, continued: RunResult) -> float:
+    """Returns the difference at the first step where both were evaluated after the growth."""
+    at, theirs = continued.steps // 2, dict(continued.curve)
+    step, loss = next((step, loss) for step, loss in grown.curve if step > at and step in theirs)
+    return loss - theirs[step]
+
+
+def main() -> int:
+    """Trains and reports the study."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moebius_science.growth",
+        description="satellites/science/docs/growth.md has the protocol",
+    )
+    add_arguments(parser)
+    options = parser.parse_intermixed_args()
+    folder, overrides = options.folder.absolute(), tuple(options.overrides)
+    study = GrowthStudy(folder, overrides, options.jobs)
+    return carry_out(study, "growth", only_report=options.report)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
