@@ -11,6 +11,7 @@ from safetensors import safe_open
 from shared import shared_folder
 from torch import Tensor
 
+from moebius.distributed.checkpoint.grown import PublishedReader
 from moebius.model.transformer import Transformer
 from moebius.train.families.table import FolderPlan, open_family, shapes_of
 
@@ -54,9 +55,14 @@ def model_of(plan: FolderPlan, *, backend: str = "auto", **changes: Any) -> Tran
     """Builds the model of a folder with its weights; `changes` are dotted keys with __."""
     config = plan.model.changed({key.replace("__", "."): value for key, value in changes.items()})
     model = Transformer(config, backend=backend)
-    state = {name: plan.tensor(name, torch.float32) for name in shapes_of(plan.model)}
-    model.load_state_dict(state)
+    model.load_state_dict(state_of(plan))
     return model.eval()
+
+
+def state_of(plan: FolderPlan, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Returns the weights of a folder by our names."""
+    reader = PublishedReader(plan.folder, plan.pieces)
+    return {name: reader.weight(name, dtype) for name in shapes_of(plan.model)}
 
 
 def recorded_model(name: str, **changes: Any) -> Transformer:

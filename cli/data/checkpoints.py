@@ -188,12 +188,12 @@ def _add_import(actions: Commands) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from ...train.families.import_run import import_folder, import_published
+    from ...train.families.import_run import import_published, import_source
 
     name, overrides = options.name, options.overrides
     if options.file.is_dir():
         print_plain(
-            import_folder(options.file, options.out, name, overrides, family=options.family)
+            import_source(options.file, options.out, name, overrides, family=options.family)
         )
         return 0
     if not options.file.exists():
@@ -232,10 +232,13 @@ def _add_grow(actions: Commands) -> None:
 
 
 def _grow(options: argparse.Namespace) -> int:
-    from ...train.growth.new_run import grow_run
+    from ...train.families.import_run import import_source
 
     words, overrides = words_and_overrides(options.overrides)
-    print_plain(grow_run(options.source, options.out, words, overrides, family=options.family))
+    if not words:
+        raise ValueError(f"{options.source}: say how it grows, for example split=2")
+    given = {"family": options.family, "grow": words}
+    print_plain(import_source(options.source, options.out, None, overrides, **given))
     return 0
 
 

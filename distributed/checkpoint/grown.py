@@ -223,7 +223,7 @@ class PublishedReader(BlockReader):
 
     def __init__(self, folder: PublishedFolder, pieces: Sequence[Piece]) -> None:
         """Checks that the folder has the pieces, and that they give every element once."""
-        folder.check([piece for piece in pieces if piece.key])
+        folder.check(pieces)
         refuse_gaps(str(folder.path), pieces)
         self._folder, self._parts = folder, _by_name(pieces)
         super().__init__({f"model.{name}": _extent(own) for name, own in self._parts.items()})

@@ -271,12 +271,12 @@ class PublishedFolder:
         return block
 
     def check(self, pieces: Sequence[Piece]) -> None:
-        """Checks that the folder has the tensors of all pieces, with their shapes and dtypes.
+        """Checks that the folder has the tensors of all pieces with a key, as they are described.
 
         Raises:
             CheckpointError: names the first one that is missing or differs.
         """
-        for piece in pieces:
+        for piece in (each for each in pieces if each.key):
             found = self.keys.get(piece.key)
             if found is None:
                 raise CheckpointError(f"{self.path}: has no {piece.key}, shape {list(piece.shape)}")

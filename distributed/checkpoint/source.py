@@ -86,11 +86,10 @@ class Source(BaseModel):
     digest: str  # of the checkpoint's manifest, or of the folder's config.json, index and headers
     tokenizer: str | None = None  # SHA-256 of the tokenizer whose ids the weights know
     drawn: tuple[str, ...] = ()  # parameters drawn anew
-    zeros: tuple[str, ...] = ()  # buffers that the folder's family lacks
+    zeros: tuple[str, ...] = ()  # of older runs: buffers that the folder's family lacks
     ignored: tuple[str, ...] = ()  # tensors of the source that the model lacks
     dequantised: tuple[str, ...] = ()  # tensors of the folder in a packed format
-    # of a folder: rows of `pieces_to_json`; those without a key, of a folder that grows, are zeros
-    pieces: tuple[Any, ...] = ()
+    pieces: tuple[Any, ...] = ()  # of a folder: rows of `pieces_to_json`
     grown: tuple[GrownBy, ...] = ()  # growths of the source's model, in their order
     moments: Literal["keep", "new"] = "keep"  # of a branch that grows: the optimizer's state
 
@@ -252,8 +251,7 @@ def load_source(
     """
     from .loading import load
 
-    zeros = () if source.grown else source.zeros  # which a growth may change
-    kept = {f"model.{name}" for name in (*source.drawn, *zeros)}
+    kept = {f"model.{name}" for name in (*source.drawn, *source.zeros)}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
     if source.grown or source.kind == "folder":
         return load_blocks(source, wanted, shards, mesh=mesh)

@@ -19,7 +19,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import _stretches, measure, measure_sliding
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config import Config
-from moebius.train.families.import_run import import_folder
+from moebius.train.families.import_run import import_source
 
 S = 64  # of the run
 
@@ -158,7 +158,7 @@ def test_files_of_any_format_are_measured_and_nothing_is_written(bytes_run, tmp_
 @pytest.mark.needs_shared
 def test_an_imported_folder_needs_no_prepared_data(tmp_path, moebius):
     run_dir = tmp_path / "run"
-    import_folder(folder_of("hf_qwen3_moe_a"), run_dir, None, ("data.seq_len=16",))
+    import_source(folder_of("hf_qwen3_moe_a"), run_dir, None, ("data.seq_len=16",))
     file = write_records(tmp_path / "text.jsonl", ["Some text of a user.", "More of it. " * 20])
     answer = moebius("eval", run_dir, "--text", file)
     assert (answer.code, "in 2 documents, windows of 16" in answer.out) == (0, True), answer.text

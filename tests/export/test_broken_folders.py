@@ -20,7 +20,7 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.train.families import table
 from moebius.train.families.family import Arrangement, Family, Rule
-from moebius.train.families.import_run import import_folder
+from moebius.train.families.import_run import import_source
 from moebius.train.families.keys import ConfigKey, Only
 from moebius.train.families.mixtral import MIXTRAL
 from moebius.train.families.table import FAMILY, open_family, pieces_of
@@ -197,7 +197,7 @@ def refusal_of(place: Path, *, whole: bool) -> str | None:
     """Returns what is said of a folder that is opened or, as a whole, imported; None: it is read."""
     try:
         if whole:
-            import_folder(place / "folder", place / "run", "smoke")
+            import_source(place / "folder", place / "run", "smoke")
         else:
             open_family(place / "folder")
     except ValueError as error:

@@ -36,7 +36,7 @@ from moebius.distributed.checkpoint.pieces import DTYPES_FILE, PublishedFolder
 from moebius.distributed.checkpoint.source import read_source
 from moebius.export.hf.model_folder import export
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.families.import_run import import_folder
+from moebius.train.families.import_run import import_source
 from moebius.train.families.table import FAMILY, open_family, shapes_of
 from moebius.train.run import resume
 from moebius.train.state import model_tensors
@@ -49,7 +49,7 @@ CHANGED = ("config.json", "model.safetensors")
 
 def round_trip(folder: Path, tmp_path: Path, **options: Any) -> Path:
     """Imports a folder and exports it after no step; returns the export, `out` beside `run`."""
-    import_folder(folder, tmp_path / "run", None, OVERRIDES)
+    import_source(folder, tmp_path / "run", None, OVERRIDES)
     export(tmp_path / "run" / STEP_0, tmp_path / "out", **options)
     return tmp_path / "out"
 
@@ -111,7 +111,7 @@ def read_by_transformers(
     """
     folders = {name: out_of(name) for name in RECORDED + AWKWARD}
     run_dir = tmp_path_factory.mktemp("born") / "run"
-    import_folder(folder_of(BORN.removeprefix("born_")), run_dir, None, OVERRIDES)
+    import_source(folder_of(BORN.removeprefix("born_")), run_dir, None, OVERRIDES)
     shutil.rmtree(run_dir / "source")  # as if it had been trained from drawn weights
     (run_dir / "source.json").unlink()
     folders[BORN] = run_dir.with_name("out")
@@ -204,7 +204,7 @@ def test_the_balancing_loss_comes_back_as_it_was_trained_with(tmp_path: Path) ->
     ):
         changed_config(folder, output_router_logits=is_on)
         run_dir, out = tmp_path / f"run{number}", tmp_path / f"out{number}"
-        import_folder(folder, run_dir, None, (*OVERRIDES, *overrides))
+        import_source(folder, run_dir, None, (*OVERRIDES, *overrides))
         export(run_dir / STEP_0, out)
         found = [config_in(out)[key] for key in keys]
         assert found == [coefficient, is_on or bool(overrides)]
@@ -263,7 +263,7 @@ def test_every_tensor_is_there_once_or_nothing_is_written(tmp_path: Path) -> Non
         kept = {key: each for key, each in (tensors | changes).items() if each is not None}
         save_file(kept, folder / "model.safetensors")
         with pytest.raises((CheckpointError, ConfigError), match=said):
-            import_folder(folder, tmp_path / "run")
+            import_source(folder, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
@@ -304,7 +304,7 @@ def test_a_tied_head_is_one_parameter_with_one_gradient(
 
 
 def test_an_imported_run_resumes_at_step_0_without_moments(tmp_path: Path) -> None:
-    import_folder(folder_of("hf_qwen3_moe_a"), tmp_path / "run", "own_text", OVERRIDES)
+    import_source(folder_of("hf_qwen3_moe_a"), tmp_path / "run", "own_text", OVERRIDES)
     kept_files = {path.name for path in (tmp_path / "run" / "source").iterdir()}
     kept = {"tokenizer.json", "generation_config.json", "chat_template.jinja", DTYPES_FILE}
     assert kept <= kept_files
@@ -320,7 +320,7 @@ def test_an_imported_run_resumes_at_step_0_without_moments(tmp_path: Path) -> No
 def test_a_vocabulary_that_grew_and_other_changes_reach_config_json(tmp_path: Path) -> None:
     """A source's config.json is kept where it is right, and rewritten where the model differs."""
     run_dir = tmp_path / "run"
-    import_folder(
+    import_source(
         folder_of("hf_mixtral_a"), run_dir, None, (*OVERRIDES, "model.attention.window=5")
     )
     export(run_dir / STEP_0, tmp_path / "out")
@@ -335,7 +335,7 @@ def test_a_vocabulary_that_grew_and_other_changes_reach_config_json(tmp_path: Pa
 @pytest.mark.parametrize("window", [5, 4096])  # 4096: the default of Mistral's class
 def test_a_llama_with_a_window_goes_out_as_a_mistral(window: int, tmp_path: Path) -> None:
     run_dir, asked = tmp_path / "run", f"model.attention.window={window}"
-    import_folder(folder_of("hf_llama_a"), run_dir, None, (*OVERRIDES, asked))
+    import_source(folder_of("hf_llama_a"), run_dir, None, (*OVERRIDES, asked))
     export(run_dir / STEP_0, tmp_path / "out")
     config = config_in(tmp_path / "out")
     assert (config["model_type"], config["sliding_window"]) == ("mistral", window)
@@ -349,7 +349,7 @@ def test_a_mistral_without_a_window_stays_one_from_run_to_run(tmp_path: Path) ->
     """It equals a Llama, and a run that began with another run knows no family of its own."""
     run_dir = tmp_path / "run"
     asked = (*OVERRIDES, "model.attention.window=none")
-    import_folder(folder_of("hf_mistral_a"), run_dir, None, asked)
+    import_source(folder_of("hf_mistral_a"), run_dir, None, asked)
     source = read_source(run_dir)
     assert source is not None
     (run_dir / "source.json").write_text(source.model_copy(update={"family": None}).as_text())
@@ -360,7 +360,7 @@ def test_a_mistral_without_a_window_stays_one_from_run_to_run(tmp_path: Path) ->
 
 def test_what_a_family_lacks_is_not_lost_in_silence(tmp_path: Path) -> None:
     run_dir, changed = tmp_path / "run", tmp_path / "run/checkpoints/step_00000001"
-    import_folder(folder_of("hf_deepseek_v2_a"), run_dir, None, OVERRIDES)
+    import_source(folder_of("hf_deepseek_v2_a"), run_dir, None, OVERRIDES)
     state = recorded_model("hf_deepseek_v2_a").state_dict()
     state["group.1.feed_forward.router.selection_bias"] += 1
     tensors = {f"model.{name}": tensor.clone for name, tensor in state.items()}
@@ -482,7 +482,7 @@ def test_a_family_of_one_s_own_is_a_module_and_a_name(
     changed_config(folder, model_type="nimbus")
     with pytest.raises(ValueError, match="'nimbus' is not a family"):
         open_family(folder)
-    import_folder(folder, tmp_path / "run", None, OVERRIDES, family="own_family:NIMBUS")
+    import_source(folder, tmp_path / "run", None, OVERRIDES, family="own_family:NIMBUS")
     export(tmp_path / "run" / STEP_0, tmp_path / "out")
     assert differences(tensors, tensors_in(tmp_path / "out")) == []
     assert config_in(tmp_path / "out")["model_type"] == "nimbus"

@@ -28,7 +28,7 @@ from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.families.import_run import import_folder
+from moebius.train.families.import_run import import_source
 from moebius.train.families.table import FAMILY, family_of, pieces_of
 from moebius.train.recipes.hub import HUB, continuation
 from moebius.train.recipes.smoke import RECIPES
@@ -330,7 +330,7 @@ def imported(published: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("imported")
     folder = Path(shutil.copytree(published["granitemoe"][0], root / "folder"))
     (folder / "tokenizer.json").unlink()
-    import_folder(folder, root / "run", None, ("train.precision=float32",))
+    import_source(folder, root / "run", None, ("train.precision=float32",))
     return root / "run"
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data_pipeline.words import some_of
+from ...data_pipeline.words import run_and_step, some_of
 from ...distributed.checkpoint.atomic_directory import (
     atomic_directory,
     refuse_existing,
@@ -42,6 +42,7 @@ from ...distributed.checkpoint.format import (
     find_checkpoint,
     open_checkpoint,
     open_verified,
+    read_meta,
     step_name,
 )
 from ...distributed.checkpoint.loading import read_tensor
@@ -51,6 +52,7 @@ from ...distributed.checkpoint.source import (
     SOURCE_FILES,
     Source,
     keep_small_files,
+    open_reader,
     read_source,
 )
 from ...distributed.parallelize import expert_names
@@ -59,15 +61,12 @@ from ...model.config.model_config import ModelConfig
 from ...model.execution.precision import store_in, stored_dtype
 from ...model.transformer import Transformer
 from ...plugins import a_kind
-from ..config.resolve import resolve
 from ..config.run_config import Config, ConfigError
-from ..recipes.hub import settings_words
-from ..recipes.smoke import RECIPES
 from ..record.run_folder import checkpoint_config, config_of
 from ..state import TrainingProgress
 from .family import Rule
-from .start import recipe_and_changes, weights_in_folder
-from .table import open_family, shapes_of
+from .start import start_from
+from .table import shapes_of
 
 _MOST_NAMED = 8  # keys listed in an error
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")
@@ -197,44 +196,55 @@ def import_published(
     return write_run(out, config, {name: each.to for name, each in weights.items()}, notes)
 
 
-def import_folder(
-    folder: Path,
+def import_source(
+    given: str | Path,
     out: Path,
     name: str | None = None,
     overrides: Sequence[str] = (),
     *,
     family: str | None = None,
+    grow: Sequence[str] = (),
 ) -> Imported:
-    """Writes a run folder `out` whose checkpoint of step 0 has the weights of a family's folder.
+    """Writes a run folder `out` whose one checkpoint has a folder's weights, or what a source grows into.
 
-    Reads one tensor at a time.
+    It begins with a folder's weights, or goes on after the step of a checkpoint, without any state of
+    an optimizer. One tensor is read at a time.
 
     Args:
-        folder: config.json and safetensors.
+        given: a folder of published weights; what grows can be any source of `start_from`.
         out: appears whole or not at all; `source` in it holds the folder's other files.
-        name: a recipe or a TOML file, for everything but the model; None: the recipe with its sizes.
+        name: a recipe or a TOML file, for everything but the model; None: as for `start_from`.
         overrides: `section.key=value`; those of the model may change no parameter.
-        family: `module:name` of one's own; by default config.json names a known one.
+        family: of a folder: `module:name` of one's own; by default config.json names a known one.
+        grow: words of operators (../growth/table.py).
 
     Raises:
-        ValueError: the folder is damaged, incomplete, or of no known family; the configuration
-            does not fit it; or `out` exists.
+        ValueError: as for `start_from`, nothing grows out of a run, or `out` exists.
     """
     refuse_existing(out)
-    name, overrides = recipe_and_changes(name, overrides)
-    plan = open_family(folder, family)
-    weights = weights_in_folder(plan, given=str(folder.absolute()))
-    tokenizer = {**weights.sections.tokenizer, "tokenizer": str(out.absolute() / SOURCE_FILES)}
-    sections = replace(weights.sections, tokenizer=tokenizer)
-    recipes, whose = RECIPES, f"those of {name}"
-    if name is None:
-        name, recipes, whose = weights.recipe, weights.recipes, weights.whose
-    config = resolve(name, overrides, recipes, start=sections)
-    if shapes_of(config.model) != weights.shapes:
-        raise ConfigError(f"{folder}: values of model.* change its parameters; leave them out")
-    state = {each: partial(plan.tensor, each) for each in weights.shapes}
-    notes = f"{plan}\n  {settings_words(config, whose)}"
-    return write_run(out, config, state, notes, weights.source)
+    path, step = (str(given), None) if str(given).startswith("hf://") else run_and_step(str(given))
+    place = str(path if step is None else find_checkpoint(Path(path), step))
+    start = start_from(place, name, overrides, family=family, grow=grow, trains=False)
+    source, config, before = start.source, start.config, None
+    if source.step is None:
+        own = {"tokenizer": str(out.absolute() / SOURCE_FILES)}  # the run's copy of the folder's
+        if config.prepare.tokenizer == source.path:
+            config = config.model_copy(update={"prepare": config.prepare.model_copy(update=own)})
+    elif not grow:
+        raise ConfigError(f"{given}: is a run already; say how it grows, for example split=2")
+    else:
+        before = read_meta(Path(source.path)).meta
+        if any(word.startswith(("data.", "prepare.")) for word in overrides):  # other text
+            progress = {**before["progress"], "samples": 0}
+            before = {**before, "data": None, "progress": progress}
+        grown = tuple(one.model_copy(update={"takes": ()}) for one in source.grown)
+        source = source.model_copy(update={"kind": "written", "grown": grown})
+    reader = open_reader(start.source)
+    state = {each: partial(reader.weight, each) for each in shapes_of(config.model)}
+    lists = {"left out": source.ignored, "dequantised": source.dequantised}
+    lines = (*start.notes, *(f"{what}: {some_of(those)}" for what, those in lists.items() if those))
+    notes = "".join(f"\n  {line}" for line in lines)
+    return write_run(out, config, state, notes, source, before=before)
 
 
 def average_checkpoints(

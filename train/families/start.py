@@ -30,7 +30,7 @@ from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ...data_pipeline.words import run_and_step, runs_near, some_of
 from ...distributed.checkpoint.format import find_checkpoint, open_checkpoint
 from ...distributed.checkpoint.grown import refuse_gaps
-from ...distributed.checkpoint.pieces import Piece, pieces_to_json
+from ...distributed.checkpoint.pieces import pieces_to_json
 from ...distributed.checkpoint.source import Source, open_reader
 from ...model.config.model_config import ModelConfig
 from ...plugins import is_own, trust
@@ -44,7 +44,7 @@ from ..recipes.hub import continuation, settings_words
 from ..recipes.smoke import RECIPES
 from ..record.run_folder import check_branch, checkpoint_config, count_epochs
 from ..record.untrusted import read_text
-from .table import FolderPlan, open_family, shapes_of
+from .table import open_family, shapes_of
 
 _HUB = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(.+))?")
 # A repository's other copies of its weights; what is needed lies at its top.
@@ -95,6 +95,7 @@ def start_from(
     family: str | None = None,
     grow: Sequence[str] = (),
     moments: Literal["keep", "new"] | None = None,
+    trains: bool = True,
 ) -> Start:
     """Returns what a new run starts or branches from, and its configuration.
 
@@ -108,6 +109,7 @@ def start_from(
         family: of a folder: `module:name` of one's own; by default config.json names a known one.
         grow: words of operators (../growth/table.py), by which the model grows first.
         moments: whether a branch that grows keeps its trunk's optimizer state, which is the default.
+        trains: False: nothing reads text yet, so the source's tokenizer can be missing.
 
     Raises:
         ConfigError: there is nothing of this name, or the configuration or its tokenizer does not fit
@@ -134,7 +136,7 @@ def start_from(
             _branch(weights.source, weights.trunk, config, draw_anew), notes=weights.notes
         )
     config = resolve(name, overrides, recipes, start=weights.sections)
-    source = _with_tokenizer(_fitted(weights, config.model, draw_anew), config)
+    source = _with_tokenizer(_fitted(weights, config.model, draw_anew), config, needed=trains)
     _check_tokenizer(config, source, weights.sections)
     notes, model = list(weights.notes), weights.sections.model
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
@@ -220,28 +222,24 @@ def _on_hub(given: str, family: str | None) -> GivenWeights:
 
 
 def _in_folder(path: Path, family: str | None, *, given: str) -> GivenWeights:
-    """Returns a folder of published weights, of which every rank reads its own pieces."""
+    """Returns a folder of published weights, of which every rank reads its own pieces.
+
+    Its model and its tokenizer come with them.
+    """
     plan = open_family(path, family)
-    weights = weights_in_folder(plan, given=given)
-    refuse_gaps(str(path), plan.pieces, weights.shapes)
-    pieces = tuple(pieces_to_json(plan.pieces))
-    return replace(weights, source=weights.source.model_copy(update={"pieces": pieces}))
-
-
-def weights_in_folder(plan: FolderPlan, *, given: str) -> GivenWeights:
-    """Returns a folder of published weights, with its model and its tokenizer."""
-    path, model = str(plan.folder.path.absolute()), plan.model
+    path, model = plan.folder.path.absolute(), plan.model
+    refuse_gaps(str(path), plan.pieces, shapes_of(model))
     source = Source(
         kind="folder",
         given=given,
-        path=path,
+        path=str(path),
         family=plan.family,
         digest=plan.folder.digest,
-        zeros=plan.zeros,
         ignored=plan.ignored,
         dequantised=plan.dequantised,
+        pieces=tuple(pieces_to_json(plan.pieces)),
     )
-    tokenizer = {"tokenizer": path, "end_of_document": "", "vocab_size": model.vocab_size}
+    tokenizer = {"tokenizer": str(path), "end_of_document": "", "vocab_size": model.vocab_size}
     sections = StartSections(model.model_dump(mode="json"), tokenizer)
     name, whose, config = continuation(model, plan.longest, RECIPES)
     recipes = {name: lambda: config}
@@ -325,10 +323,6 @@ def _grown(weights: GivenWeights, words: Sequence[str], moments: str | None) -> 
             f"--moments {moments}: only a run that goes on, --from RUN@STEP, and grows has moments to keep; leave "
             "it out"
         )
-    if source.zeros:
-        zeros = [(name, weights.shapes[name]) for name in source.zeros]
-        pieces = [Piece("", name, (0,) * len(shape), shape, ()) for name, shape in zeros]
-        source = source.model_copy(update={"pieces": (*source.pieces, *pieces_to_json(pieces))})
     of_run = None if source.kind == "folder" else weights.recipes[weights.recipe]()
     reader = open_reader(source, check_bytes=False)
     if weights.trunk and moments != "new" and is_own(weights.trunk.optim.kind):
@@ -404,7 +398,7 @@ def _matching(pattern: str, shapes: Shapes) -> list[str]:
     return names
 
 
-def _with_tokenizer(source: Source, config: Config) -> Source:
+def _with_tokenizer(source: Source, config: Config, *, needed: bool) -> Source:
     """Returns the source with its tokenizer's hash, if it is known and the embedding is loaded."""
     if "embedding" in source.drawn:
         return source.model_copy(update={"tokenizer": None})
@@ -414,7 +408,7 @@ def _with_tokenizer(source: Source, config: Config) -> Source:
     try:
         tokenizer = open_tokenizer(source.path, end_of_document=prepare.end_of_document)
     except InputError as error:
-        if prepare.tokenizer != source.path:
+        if prepare.tokenizer != source.path or not needed:
             return source
         raise ConfigError(
             f"--from {source.given}: has no tokenizer that can be read; name that of its model with "

@@ -1,17 +1,15 @@
 """The table of families, and what a folder of one of them means: a model and pieces of its tensors."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ...data_pipeline.words import some_of
 from ...distributed.checkpoint.pieces import Piece, PublishedFolder
-from ...distributed.local_shard import block_of
 from ...model.config.model_config import ModelConfig
 from ...model.transformer import Transformer
 from ...plugins import PluginError, Registry, distrust, nearest, trust
@@ -50,37 +48,14 @@ class FolderPlan:
     model: ModelConfig
     pieces: list[Piece]
     ignored: tuple[str, ...]  # published tensors that are left out
-    zeros: tuple[str, ...]  # buffers of ours that the family lacks; they are zero
     dequantised: tuple[str, ...]  # published tensors in a packed format
     notes: tuple[str, ...]  # what was assumed, for the user
-
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Reads a whole tensor of the model."""
-        tensor = torch.zeros(shapes_of(self.model)[name], dtype=dtype)
-        for piece in self.by_name.get(name, ()):
-            region = piece.start, piece.sizes
-            block_of(tensor, *region).copy_(self.folder.read(piece, *region))
-        return tensor
-
-    @cached_property
-    def by_name(self) -> Mapping[str, list[Piece]]:
-        """Returns the pieces of every tensor of the model."""
-        found: dict[str, list[Piece]] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.name, []).append(piece)
-        return found
 
     @property
     def longest(self) -> int:
         """Returns how many tokens of a sequence the model was trained for, if the folder says so."""
         said = self.folder.config.get("max_position_embeddings")
         return said if isinstance(said, int) and said > 0 else _LONGEST
-
-    def __str__(self) -> str:
-        """Says what was assumed, left out and unpacked."""
-        ignored = f"left out: {some_of(self.ignored)}" if self.ignored else ""
-        unpacked = f"dequantised: {some_of(self.dequantised)}" if self.dequantised else ""
-        return "".join(f"\n  {line}" for line in (*self.notes, ignored, unpacked) if line)
 
 
 def open_family(path: Path, family: str | None = None) -> FolderPlan:
@@ -110,11 +85,8 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
         ignored = _left_out(folder, found, model, pieces)
     except ConfigError as error:
         raise ConfigError(f"{folder.path}: {error}") from None
-    zeros = tuple(name for name in shapes_of(model) if name.endswith(found.zeros))
     packed = tuple(key for key, stored in folder.keys.items() if stored.packed)
-    return FolderPlan(
-        folder, name, model, pieces, ignored, zeros, packed, tuple(dict.fromkeys(notes))
-    )
+    return FolderPlan(folder, name, model, pieces, ignored, packed, tuple(dict.fromkeys(notes)))
 
 
 def _family_named(name: str, *, is_given: bool) -> Family:
@@ -158,8 +130,8 @@ def pieces_of(
     Args:
         family: the model's.
         model: its configuration.
-        keys: published tensors that exist, which decide between published and other names; none:
-            the published names.
+        keys: published tensors that exist, which decide between published and other names; buffers
+            that the family lacks are then pieces without a key. None: the published names.
 
     Raises:
         ConfigError: a tensor has no rule, is missing, or is there under two names.
@@ -167,6 +139,7 @@ def pieces_of(
     found: list[Piece] = []
     for name, shape in shapes_of(model).items():
         if name.endswith(family.zeros):
+            found += [] if keys is None else [Piece("", name, (0,) * len(shape), shape, ())]
             continue
         forms = family.forms(name)
         if not forms:

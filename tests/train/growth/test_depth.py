@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from grown_case import State, drawn, given, grown, logits_of, near
-from published_case import arrays_of, folder_of
+from published_case import arrays_of, folder_of, state_of
 
 from moebius.model.config.model_config import ModelConfig
-from moebius.train.families.table import open_family, shapes_of
+from moebius.train.families.table import open_family
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
 
@@ -114,7 +114,7 @@ def test_every_loop_applies_the_core_to_the_state() -> None:
 def test_one_loop_of_a_published_mixture_gives_its_pruned_logits(family: str, text: str) -> None:
     plan = open_family(folder_of(f"hf_{family}_a"))
     recorded = arrays_of(f"hf_{family}_a")
-    state = {name: plan.tensor(name, torch.float32) for name in shapes_of(plan.model)}
+    state = state_of(plan)
     lost = left_out(text, plan.model.num_layers)
     for dtype in (torch.float64, torch.float32):
         before = {name: value.to(dtype) for name, value in state.items()}

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from grown_case import drawn, given, grown, logits_of, near
-from published_case import arrays_of, folder_of
+from published_case import arrays_of, folder_of, state_of
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.deepseek import DeepSeekRouter
 from moebius.train.config.errors import ConfigError
-from moebius.train.families.table import open_family, shapes_of
+from moebius.train.families.table import open_family
 from moebius.train.growth.experts import chosen, copy_experts
 
 SIGMA = ModelConfig.from_dotted(
@@ -52,7 +52,7 @@ def test_sleeping_copies_leave_the_logits_as_they_are(
 def test_sleeping_copies_of_published_experts_give_the_recorded_logits(family: str) -> None:
     plan, recorded = open_family(folder_of(f"hf_{family}_a")), arrays_of(f"hf_{family}_a")
     model = plan.model
-    state = {name: plan.tensor(name, torch.float32) for name in shapes_of(model)}
+    state = state_of(plan)
     growth = copy_experts(model, {"experts": "x2"}, given(state))
     near(logits_of(growth.model, grown(state, growth), recorded["ids"]), recorded["logits"], 2e-5)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from grown_case import TOKENS, drawn, given, grown, logits_of, near
 from hf_case import make_run, model_of
-from published_case import arrays_of, folder_of
+from published_case import arrays_of, folder_of, state_of
 from starts import LAYOUTS, loaded, on
 from trained import different
 
@@ -16,7 +16,7 @@ from moebius import start_from
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.plugins import PluginError
-from moebius.train.families.table import family_of, open_family, shapes_of
+from moebius.train.families.table import family_of, open_family
 from moebius.train.growth.depth import depth
 from moebius.train.growth.growth import Growth
 from moebius.train.growth.mixture import mixture
@@ -95,7 +95,7 @@ def test_the_logits_of_a_published_dense_model_become_those_of_its_mixture(famil
         plan = open_family(folder)
     except PluginError:
         pytest.skip(f"{family} is no family yet")
-    state = {name: plan.tensor(name, torch.float32) for name in shapes_of(plan.model)}
+    state = state_of(plan)
     recorded = arrays_of(f"hf_{family}_a")
     for dtype in (torch.float64, torch.float32):
         before = {name: value.to(dtype) for name, value in state.items()}

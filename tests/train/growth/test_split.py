@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from grown_case import TOKENS, InMemory, State, drawn, given, grown, logits_of, near, whole
-from published_case import arrays_of, folder_of
+from published_case import arrays_of, folder_of, state_of
 from torch import Tensor
 
 from moebius.distributed.checkpoint.grown import GrownReader
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.errors import ConfigError
-from moebius.train.families.table import open_family, shapes_of
+from moebius.train.families.table import open_family
 from moebius.train.growth.split import split
 
 BASE = ModelConfig.from_dotted(
@@ -82,7 +82,7 @@ def test_finer_experts_give_the_same_logits(kind: str, parts: str, dtype: torch.
 def test_finer_experts_of_published_mixtures_give_the_recorded_logits(family: str) -> None:
     plan, recorded = open_family(folder_of(f"hf_{family}_a")), arrays_of(f"hf_{family}_a")
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
-        state = {name: plan.tensor(name, dtype) for name in shapes_of(plan.model)}
+        state = state_of(plan, dtype)
         growth = split(plan.model, {"split": "2"}, given(state))
         found = logits_of(growth.model, grown(state, growth), recorded["ids"])
         near(found, logits_of(plan.model, state, recorded["ids"]), tolerance)
