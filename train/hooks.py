@@ -52,7 +52,7 @@ def log_step(run: OpenRun, result: StepResult) -> None:
         **muon_rate(run.config.optim, result.learning_rate),
         grad_norm=result.grad_norm,
         **{f"grad_norm_{part}": norm for part, norm in result.grad_norms.items()},
-        skipped=number - run.progress.updates,
+        skipped=run.progress.skipped,
         tokens=run.progress.tokens,
         tokens_per_s=round(tokens / step_s, 1),
         step_s=round(step_s, 5),

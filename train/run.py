@@ -266,12 +266,14 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     """Loads a checkpoint into the run, and returns its meta; a collective call."""
     meta = found.meta.meta
     run.expert_placement.restore(meta.get("experts", {}))
-    if updates := meta["progress"]["updates"]:
+    updates = meta["progress"]["updates"]
+    if updates:
         allocate_moments(run.model, run.optimizer, updates)
     more = not run.average.restore(meta) or not updates  # old imports have zero moments
     state = state_tensors(run.model, run.optimizer)
     found.load(*state, mesh=run.mesh, allow_unexpected=more)
-    run.state.progress = TrainingProgress(**meta["progress"])
+    counts = {"skipped": meta["progress"]["step"] - updates} | meta["progress"]  # of older runs
+    run.state.progress = TrainingProgress(**counts)
     run.state.first_step = run.progress.step + 1
     if "groups" in meta:
         restore_numbers(run.optimizer, meta["groups"])

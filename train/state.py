@@ -27,12 +27,12 @@ class TrainingProgress:
     updates: int = 0  # steps that changed the weights: AdamW's own count
     samples: int = 0  # rows consumed: the position in the data
     tokens: int = 0
+    skipped: int = 0  # steps that did not, since the moments began
 
     def after_step(self, *, samples: int, tokens: int, updated: bool) -> "TrainingProgress":
         """Returns the progress one step later; `samples` is the next sample."""
-        return TrainingProgress(
-            self.step + 1, self.updates + updated, samples, self.tokens + tokens
-        )
+        counts = self.updates + updated, samples, self.tokens + tokens, self.skipped + (not updated)
+        return TrainingProgress(self.step + 1, *counts)
 
     def as_dict(self) -> dict[str, int]:
         """Returns the counts for a checkpoint's meta.json."""

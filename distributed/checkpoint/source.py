@@ -230,7 +230,7 @@ def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
     kept = {key: value for key, value in meta.meta.items() if key not in lost} | {"experts": {}}
     kept["config"] = {**kept["config"], "model": source.grown[-1].model}
     if source.moments == "new":
-        kept["progress"] = {**kept["progress"], "updates": 0}
+        kept["progress"] = {**kept["progress"], "updates": 0, "skipped": 0}
     grow = partial(load_blocks, source, check_bytes=False)
     return WholeCheckpoint(path, meta.model_copy(update={"meta": kept}), damaged=(), grow=grow)
 

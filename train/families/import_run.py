@@ -351,7 +351,7 @@ def write_run(
     store_in(model, stored_dtype(config.train.precision))
     stored, progress = model.state_dict(), TrainingProgress()
     if before is not None:
-        progress = replace(TrainingProgress(**before["progress"]), updates=0)
+        progress = replace(TrainingProgress(**before["progress"]), updates=0, skipped=0)
     meta = {
         "progress": progress.as_dict(),
         "data": before and before.get("data"),  # None: training starts at the beginning of its data

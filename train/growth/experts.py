@@ -63,15 +63,12 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
         return Growth(model.changed(changes), tuple(takes), promise, is_exact=False)
     router: Any = experts.router
     rate = changes["feed_forward.router.bias_rate"] = router.bias_rate or _USUAL_RATE
-    steps, until = math.ceil(gap / rate), router.bias_until_step
-    if until is not None and given.step + steps > until:
-        raise ConfigError(
-            f"copies wake within {steps:,} steps, and biases move until step {until:,}; raise "
-            "router.bias_until_step, or write noise=0.01"
-        )
-    notes = (f"copies sleep for at most {steps:,} steps of router.bias_rate={rate:g}",)
+    note = f"copies sleep for at most {math.ceil(gap / rate):,} steps of router.bias_rate={rate:g}"
+    if router.bias_until_step is not None:  # which copies might never wake before
+        changes["feed_forward.router.bias_until_step"] = None
+        note += ", which no longer ends"
     grown = model.changed(changes)
-    return Growth(grown, tuple(takes), f"the logits stay equal; {sizes}", notes=notes)
+    return Growth(grown, tuple(takes), f"the logits stay equal; {sizes}", notes=(note,))
 
 
 def _scores(model: ModelConfig, words: Mapping[str, str], given: Given) -> dict[int, Tensor]:
@@ -79,8 +76,12 @@ def _scores(model: ModelConfig, words: Mapping[str, str], given: Given) -> dict[
     by = words.get("by", "norm")
     if by not in _SCORES:
         raise ConfigError(f"by={by} is no measure of usefulness; {', '.join(_SCORES)} are")
-    is_all = "by" not in words and not words["experts"].startswith("+")
-    return {} if is_all else scores_of(by, model, given)
+    if "by" not in words and not words["experts"].startswith("+"):
+        return {}
+    try:
+        return scores_of(by, model, given)
+    except ConfigError as error:
+        raise ConfigError(f"by={by}: {error}; by=norm reads weights alone") from None
 
 
 def _gap(bias_E: Tensor) -> float:

@@ -22,7 +22,7 @@ _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each e
 
 def no_rows() -> Sequence[Rows]:
     """Reads a few batches of a source without data: there are none."""
-    raise ConfigError("there is no prepared data to measure with; by=norm needs none")
+    raise ConfigError("there is no prepared data to measure with")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
     }
     if by == "norm":
         return {member: given.tensor(bank).flatten(1).norm(dim=1) for member, bank in banks.items()}
-    rows, built = given.rows(), _built(model, given.tensor)
+    rows, built = given.rows(), _built(model, given.tensor, given.step)
     weights = {member: built.get_parameter(bank) for member, bank in banks.items()}
     loads = {member: torch.zeros(len(weight)) for member, weight in weights.items()}
     steps = [step.member for step in model.load_steps if model.has_experts(step.member)]
@@ -149,20 +149,21 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
 
 
 @torch.no_grad()
-def loss_of(model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[Rows]) -> float:
+def loss_of(
+    model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[Rows], step: int
+) -> float:
     """Returns the mean loss per counted target; ConfigError: the model is too large for this process."""
-    built = _built(model, tensor)
+    built = _built(model, tensor, step)
     total = sum(_applied(built, some).cross_entropy.item() for some in rows)
     return total / max(1, sum(int(some.asked_BS.sum()) for some in rows))
 
 
-def _built(model: ModelConfig, tensor: Callable[[str], Tensor]) -> Transformer:
+def _built(model: ModelConfig, tensor: Callable[[str], Tensor], step: int) -> Transformer:
     if (numbers := sum(map(math.prod, shapes_of(model).values()))) > _MOST_BUILT:
-        raise ConfigError(
-            f"{numbers:,} numbers are too many to run before the ranks start; by=norm runs nothing"
-        )
+        raise ConfigError(f"{numbers:,} numbers are too many to run before the ranks start")
     built = Transformer(model)
     built.load_state_dict({name: tensor(name) for name in shapes_of(model)}, assign=True)
+    built.before_step(step)  # of routers with a schedule
     return built.eval()
 
 

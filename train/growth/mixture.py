@@ -4,7 +4,8 @@ Every feed-forward is cut into G parts, and the parts are repeated E/G times. Th
 copy get the same drawn router row (virtual groups, arXiv 2410.07524, §3.2), so a token takes whole
 copies:
 
-    gates     softmax over the K = k·G chosen: a part of copy c weighs g_c, and Σ_c G·g_c = 1
+    gates     softmax over the K = k·G chosen: a part of copy c weighs g_c, and Σ_c G·g_c = 1;
+              k = 1, and 2 of whole copies (G = 1), which a router can otherwise not learn to choose
     w_down    times G, so Σ_c g_c·G·FFN(x) = FFN(x), for any activation and any draw of the router
 
 The parts of a copy separate by their own gradients. `drop=r` redraws the share r of each expert's
@@ -44,8 +45,7 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
 
     Args:
         model: without experts in its feed-forwards.
-        words: `mixture`, E/G; `top`, K (by default G, and 2 for G = 1); `drop`, the share r, or
-            `exact`, which is the default.
+        words: `mixture`, E/G; `drop`, the share r, or `exact`, which is the default.
         given: draws the router's rows, and reads the weights whose deviation `drop` needs.
 
     Raises:
@@ -53,24 +53,20 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     """
     num_experts, parts = _sizes(model, words["mixture"])
     d_expert = model.feed_forward.d_feed_forward // parts
-    redrawn, top = _redrawn(words, d_expert), words.get("top", str(2 if parts == 1 else parts))
-    if not top.isdecimal() or int(top) % parts:
-        raise ConfigError(
-            f"a token takes whole copies of {parts} experts: top={parts} or a multiple"
-        )
-    router = {"kind": "token_choice", "top_k": int(top), "renormalise": True}
+    redrawn, top_k = _redrawn(words, d_expert), parts if parts > 1 else min(2, num_experts)
+    router = {"kind": "token_choice", "top_k": top_k, "renormalise": True}
     values = {"kind": "experts", "num_experts": num_experts, "d_expert": d_expert}
     values |= {f"router.{key}": value for key, value in router.items()}
     values["expert_bias"] = model.feed_forward.dense_bias
     grown = model.changed({f"feed_forward.{key}": value for key, value in values.items()})
     promise = f"{redrawn} of each expert's {d_expert} hidden units are redrawn; the loss may change"
-    note = f"{num_experts} experts of {d_expert} hidden units, {top} for a token"
+    note = f"{num_experts} experts of {d_expert} hidden units, {top_k} for a token"
     return Growth(
         grown,
         (*_takes(grown, parts, redrawn, given), *_new_norms(model, grown)),
         promise if redrawn else "the logits stay equal, up to rounding",
         is_exact=not redrawn,
-        notes=(f"{note}: {int(top) // parts} × the dense model's FLOPs",),
+        notes=(f"{note}: {top_k // parts} × the dense model's FLOPs",),
     )
 
 

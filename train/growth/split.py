@@ -32,8 +32,8 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
         "d_expert": experts.d_expert // parts,
         "router.top_k": router.top_k * parts,
     }
-    if experts.num_shared_experts:
-        changes["d_shared_expert"] = experts.d_shared_expert or experts.d_expert
+    if experts.num_shared_experts and experts.d_shared_expert is None:  # as wide as the parts now
+        changes["num_shared_experts"] = experts.num_shared_experts * parts
     is_softmax = getattr(router, "scores", "") == "softmax" or router.kind == "token_choice"
     # What makes good that the parts share their expert's gate; biases shrink with the scores.
     down = float(parts) if is_softmax or getattr(router, "renormalise", False) else 1.0
@@ -43,16 +43,14 @@ def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
     grown = model.changed({f"feed_forward.{key}": value for key, value in changes.items()})
     takes = tuple(_takes(grown, parts, factors))
     sizes = f"E={changes['num_experts']}, K={changes['router.top_k']}"
-    if _refuses_others(router):
+    if isinstance(router, CapacityConfig) and _refuses_others(router):
         promise = f"{sizes}; where an expert is full, its parts refuse different rows"
         return Growth(grown, takes, promise, is_exact=False)
     return Growth(grown, takes, f"the logits stay equal, up to rounding; {sizes}")
 
 
-def _refuses_others(router: Any) -> bool:
+def _refuses_others(router: CapacityConfig) -> bool:
     """Returns whether the parts of an expert may be full at other rows than it was."""
-    if not isinstance(router, CapacityConfig):
-        return False
     is_limited = router.capacity_factor or router.evaluation_capacity_factor
     by_slot = router.drop_order in ("slot_major", "priority") or router.capacity_rounding == "rows"
     return bool(is_limited) and by_slot

@@ -22,7 +22,6 @@ from ...model.config.model_config import ModelConfig
 from ...model.config.sections import plain_message
 from ...plugins import nearest
 from ..config.errors import ConfigError
-from ..evaluate import Rows
 from ..families.table import shapes_of
 from .depth import depth
 from .experts import copy_experts
@@ -44,7 +43,7 @@ class Operator:
 OPERATORS = {
     "split": Operator(("split",), split),
     "experts": Operator(("experts", "by", "asleep", "noise"), copy_experts),
-    "mixture": Operator(("mixture", "exact", "drop", "top"), mixture),
+    "mixture": Operator(("mixture", "exact", "drop"), mixture),
     "depth": Operator(("core", "prelude", "coda", "loops"), depth),
 }
 
@@ -109,20 +108,18 @@ def grow(
         notes += [f"grows by {_text(own)}: {growth.promise}", *growth.notes]
         is_exact = is_exact and growth.is_exact
     if not is_exact:
-        notes.append(_losses([first, (model, reader)], given.rows))
+        notes.append(_losses([first, (model, reader)], given))
     return model, tuple(growths), tuple(notes)
 
 
-def _losses(
-    states: Sequence[tuple[ModelConfig, BlockReader]], rows: Callable[[], Sequence[Rows]]
-) -> str:
+def _losses(states: Sequence[tuple[ModelConfig, BlockReader]], given: Given) -> str:
     """Says the loss of a few validation rows before and after a growth that is not exact."""
     try:
-        given = rows()
-        found = [loss_of(model, reader.weight, given) for model, reader in states]
+        rows = given.rows()
+        found = [loss_of(model, reader.weight, rows, given.step) for model, reader in states]
     except ValueError as error:
         return f"the first evaluation says the loss after it ({error})"
-    count = sum(some.num_rows for some in given)
+    count = sum(some.num_rows for some in rows)
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
 
 
