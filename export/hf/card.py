@@ -105,4 +105,5 @@ def _data(config: Config) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rows = ([" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows)
     return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ["---"] * len(columns), *rows))
