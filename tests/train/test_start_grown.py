@@ -1,15 +1,19 @@
 """Runs that start from a model that grows: the same bits on every layout, killed, and in the middle."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from grown_case import InMemory, whole
+from grown_case import InMemory, logits_of, near, whole
 from hf_case import make_run, model_of
 from parts import make_config
+from published_case import arrays_of, config_in, folder_of
 from safetensors.torch import save_file
 from small_model import MODEL
 from starts import LAYOUTS, loaded, on, refusal
@@ -17,7 +21,7 @@ from torch import Tensor
 from trained import by_step, column, different, newest_state, run_training
 from world import run_ranks
 
-from moebius import start_from
+from moebius import fit, start_from
 from moebius.distributed.average import AVERAGE
 from moebius.distributed.checkpoint import grown as module
 from moebius.distributed.checkpoint.format import latest, read_meta
@@ -31,7 +35,7 @@ from moebius.model.transformer import Transformer
 from moebius.train import loop
 from moebius.train.config.errors import ConfigError
 from moebius.train.config.run_config import Config
-from moebius.train.families.table import FAMILY, pieces_of, shapes_of
+from moebius.train.families.table import FAMILY, open_family, pieces_of, shapes_of
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 
@@ -283,3 +287,71 @@ def test_a_growth_that_was_changed_is_refused(trunk: Path, tmp_path: Path) -> No
     other = opened(trunk, tmp_path / "run", "mesh.ep=2", grow="split=4")
     opened(trunk, tmp_path / "run", "mesh.ep=2", grow="split=2")  # no step was made yet
     assert "does not give every element of the model once" in refusal(other, tmp_path / "run")
+
+
+# Out again ---------------------------------------------------------------------------------------
+
+# In a process of its own: transformers would take this repository's kernels/ for another library.
+READER = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+found = info if isinstance(info, dict) else vars(info)
+assert not any(found.values()), found
+torch.save(model.eval()(torch.load(sys.argv[2])).logits.detach(), sys.argv[3])
+"""
+
+
+def read_by_transformers(folder: Path, ids: Tensor, tmp_path: Path) -> Tensor:
+    """Returns the logits of the model that transformers makes of a folder."""
+    torch.save(ids, tmp_path / "ids")
+    words = [sys.executable, "-I", "-c", READER, folder, tmp_path / "ids", tmp_path / "logits"]
+    done = subprocess.run(
+        words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / "logits")
+
+
+@pytest.fixture
+def upcycled(moebius: Any, tmp_path: Path) -> tuple[Path, Path]:
+    """Returns a Mistral with a card, and the run that became a Mixtral and was trained on."""
+    folder, run, trained = (tmp_path / name for name in ("folder", "run", "trained"))
+    folder.mkdir()  # recordings are read-only
+    for file in folder_of("hf_mistral_a").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    (folder / "README.md").write_text("# The dense model")
+    own = ("train.device=cpu", "train.precision=float32", "mesh.sharding=none", "data.seq_len=16")
+    answer = moebius("ckpt", "grow", folder, "mixture=8/1", "--run-dir", run, *own)
+    assert answer.code == 0, answer.text
+    rows = torch.randint(67, (16, 17), generator=torch.Generator().manual_seed(0))
+    start = start_from(run, "train.steps=2", "train.global_batch=4", "train.micro_batch=4")
+    assert fit(start, trained, data=(rows, rows[:4]), show=False).step == 2
+    return folder, trained
+
+
+@pytest.mark.slow
+@pytest.mark.needs_shared
+def test_a_published_dense_model_grows_trains_on_and_goes_out_as_a_mixture(
+    moebius: Any, upcycled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (folder, run), out, first = upcycled, tmp_path / "out", tmp_path / "first"
+    for source, exported in ((run, out), (tmp_path / "run", first)):
+        assert moebius("ckpt", "export", source, "--out", exported).code == 0
+    assert not (out / "README.md").exists()
+    assert (first / "README.md").read_text().count("grown by mixture=8/1") == 1
+    before, after = config_in(folder), config_in(out)
+    assert (after["model_type"], after["architectures"]) == ("mixtral", ["MixtralForCausalLM"])
+    ids = {key for key in before if key.endswith("_token_id")}
+    kept = {"max_position_embeddings", "sliding_window", *ids}
+    assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
+    plan = open_family(out)
+    assert after.keys() <= {*FAMILY.get(plan.family).write(plan.model, 1), *ids, "torch_dtype"}
+    state = {name: plan.tensor(name, torch.float32) for name in shapes_of(plan.model)}
+    trained = {n.removeprefix("model."): value for n, value in newest_state(run).items()}
+    ids_BS = arrays_of("hf_mistral_a")["ids"]
+    logits = logits_of(plan.model, {name: trained[name] for name in state}, ids_BS)
+    assert torch.equal(logits_of(plan.model, state, ids_BS), logits)
+    near(read_by_transformers(out, ids_BS, tmp_path), logits)
+    assert (logits - arrays_of("hf_mistral_a")["logits"]).abs().max() > 1e-3  # it was trained
