@@ -31,6 +31,8 @@ BIASES = feeds(expert_bias=True, activation="swiglu")
 SOFTMAX = {"norm": "pre"} | routes(kind="token_choice", top_k=3)
 V3 = {"norm": "pre"} | routes(kind="deepseek", top_k=3)
 GROUPS = routes(num_groups=4, kept_groups=2)
+WINDOWS = {"norm": "pre"} | attends(kind="dense", window=3, window_layers=(1, 4))
+LEARNED = _under("attention.positions")(kind="learned", max_positions=16)
 ONCE = {"num_layers": 6, "layers_per_group": 6}
 LLAMA: Changes = {"norm": "pre", "norm_layer": "rmsnorm", "initialisation.kind": "normal"}
 LLAMA |= {"num_layers": 3, "layers_per_group": 3} | attends(kind="dense")
@@ -41,7 +43,7 @@ MIXTURES: dict[str, Changes] = {
     "σ-MoE": {"layers_per_group": 4} | attends(kind="dense"),
     "σ, gated, biases": BIASES,
     "softmax": SOFTMAX,
-    "softmax of the chosen, biases": SOFTMAX | BIASES | routes(renormalise=True, bias=True),
+    "softmax of K, biases": SOFTMAX | BIASES | routes(renormalise=True, bias=True),
     "V3": V3 | routes(route_scale=1.5),
     "V3, groups": V3 | BIASES | GROUPS | routes(group_score="max") | feeds(num_shared_experts=1),
     "V3, not renormalised": V3 | BIASES | routes(renormalise=False),
@@ -50,14 +52,9 @@ MIXTURES: dict[str, Changes] = {
 LAYERS: dict[str, Changes] = {  # which run once
     "SwitchHead": ONCE,
     "first layers dense": ONCE | V3 | feeds(sparse_layers=2) | attends(kind="dense"),
-    "windows": ONCE
-    | {"norm": "pre"}
-    | attends(kind="dense", window=3, window_layers=(1, 4))
-    | feeds(sparse_layers="every_second"),
+    "windows": ONCE | WINDOWS | feeds(sparse_layers="every_second"),
     "dense layers": ONCE | LLAMA | ONCE,
-    "learned positions, aabb": ONCE
-    | {"order": "aabb", "tied_head": True}
-    | _under("attention.positions")(kind="learned", max_positions=16),
+    "learned positions, aabb": ONCE | LEARNED | {"order": "aabb", "tied_head": True},
 }
 DENSE: dict[str, Changes] = {
     "llama": LLAMA,

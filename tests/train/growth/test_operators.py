@@ -21,9 +21,7 @@ ROUTER = "group.0.feed_forward.router.weight"
 BANK = "group.0.feed_forward.sparse.experts."
 
 
-def trained_pass(
-    model: ModelConfig, state: dict[str, Tensor]
-) -> tuple[ModelOutput, dict[str, Tensor]]:
+def trained_pass(model: ModelConfig, state: Any) -> tuple[ModelOutput, dict[str, Tensor]]:
     """Returns a pass over some tokens, and the gradients of its loss."""
     built = Transformer(model).double().train()
     built.load_state_dict(state)
@@ -47,9 +45,7 @@ def test_parts_of_experts_have_no_parameters_more(kind: str) -> None:
     assert sizes[1] - sizes[0] == 2 * len(model.sparse_members) * 8 * 24 * has_biases
 
 
-@pytest.mark.parametrize(
-    "kind", ["σ-MoE", "softmax", "softmax of the chosen, biases", "V3, groups"]
-)
+@pytest.mark.parametrize("kind", ["σ-MoE", "softmax", "softmax of K, biases", "V3, groups"])
 def test_parts_separate_and_moments_are_those_of_their_gradients(kind: str) -> None:
     model = model_of(kind)
     state = drawn(model)
