@@ -36,7 +36,7 @@ def two(named, config): ...
 """
 
 
-TRAINED = re.compile(r"\bruns/(dense|moeut|sigma_moe|deepseek)\b")
+TRAINED = re.compile(r"\bruns/(dense|moeut|sigma_moe|deepseek|x_moe)\b")
 
 
 def sessions(text: str) -> list[str]:

@@ -53,7 +53,7 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
     """
     num_experts, parts = _sizes(model, words["mixture"])
     d_expert = model.feed_forward.d_feed_forward // parts
-    redrawn, top_k = _redrawn(words, d_expert), parts if parts > 1 else min(2, num_experts)
+    redrawn, top_k = _redrawn(words, d_expert), parts if parts > 1 else 2
     router = {"kind": "token_choice", "top_k": top_k, "renormalise": True}
     values = {"kind": "experts", "num_experts": num_experts, "d_expert": d_expert}
     values |= {f"router.{key}": value for key, value in router.items()}

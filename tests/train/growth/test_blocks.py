@@ -8,12 +8,7 @@ import torch
 from grown_case import InMemory, whole
 
 from moebius.distributed.checkpoint.format import CheckpointError
-from moebius.distributed.checkpoint.grown import (
-    GrownReader,
-    Take,
-    takes_from_json,
-    takes_to_json,
-)
+from moebius.distributed.checkpoint.grown import GrownReader, Take, takes_from_json, takes_to_json
 
 TAKES = (
     Take("bank", (0, 0, 0), (1, 4, 6), "dense", (6, 0), (2, 1), factor=2.0),
@@ -45,10 +40,7 @@ def test_any_block_is_that_of_the_whole() -> None:
     [
         (TAKES[:2] + TAKES[3:], "bank: rows 1 of 3"),
         (TAKES + TAKES[:1], "more than once"),
-        (
-            (Take("bank", (0, 0), (4, 8), "dense", (5, 0), (1, 0)),),
-            r"\(5, 0\) of dense, .*\(12, 4\)",
-        ),
+        ((Take("bank", (0, 0), (4, 8), "dense", (5, 0), (1, 0)),), r"\(5, 0\) of dense, .*12, 4"),
         ((Take("bank", (0, 0), (4, 8), "dense", (0, -1), (1, 0)),), r"at \(0, -1\) of dense"),
         ((Take("bank", (0, 0), (2, 4), "dense", (0, 0), (1, 1)),), r"copies \[4, 4\]"),
         ((Take("bank", (0, 0, 0), (2, 4, 8), "dense", (0, 0), (2, 1)),), r"copies \[8, 4\]"),
