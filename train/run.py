@@ -266,8 +266,7 @@ def _load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     """Loads a checkpoint into the run, and returns its meta; a collective call."""
     meta = found.meta.meta
     run.expert_placement.restore(meta.get("experts", {}))
-    updates = meta["progress"]["updates"]
-    if updates:
+    if updates := meta["progress"]["updates"]:
         allocate_moments(run.model, run.optimizer, updates)
     more = not run.average.restore(meta) or not updates  # old imports have zero moments
     state = state_tensors(run.model, run.optimizer)

@@ -81,7 +81,7 @@ def _scores(model: ModelConfig, words: Mapping[str, str], given: Given) -> dict[
     try:
         return scores_of(by, model, given)
     except ConfigError as error:
-        raise ConfigError(f"by={by}: {error}; by=norm reads weights alone") from None
+        raise ConfigError(f"{error}; by=norm reads weights alone") from None
 
 
 def _gap(bias_E: Tensor) -> float:
