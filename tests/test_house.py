@@ -370,7 +370,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 300}
-CORE_LINES = 72_200
+CORE_LINES = 72_250
 BRANCHES = 8  # of a forward pass
 TOP_FOLDERS, TOP_MODULES = 15, 3
 PRIVATE_NAMES = 6  # of torch and Ray

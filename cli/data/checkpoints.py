@@ -235,7 +235,7 @@ def _grow(options: argparse.Namespace) -> int:
     from ...train.families.import_run import import_source
 
     words, overrides = words_and_overrides(options.overrides)
-    if not words:
+    if not "".join(words).strip():
         raise ValueError(f"{options.source}: say how it grows, for example split=2")
     given = {"family": options.family, "grow": words}
     print_plain(import_source(options.source, options.out, None, overrides, **given))

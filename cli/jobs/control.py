@@ -169,6 +169,8 @@ def _start(options: argparse.Namespace) -> "tuple[Config, Source]":
     from ...train.families.start import start_from
 
     words, more = words_and_overrides(options.grow)
+    if options.grow and not "".join(words).strip():
+        raise ValueError("--grow: say how the model grows, for example split=2")
     start = start_from(
         options.start_from,
         options.name,

@@ -98,12 +98,29 @@ def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
 def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
     """Returns the takes that `takes_to_json` described; raises CheckpointError if it did not."""
     try:
-        return [
+        takes = [
             Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), *values)
             for name, start, sizes, source, at, axes, *values in rows
         ]
+        if all(map(_is_sound, takes)):
+            return takes
     except (TypeError, ValueError):
-        raise CheckpointError("the table of a growth is damaged: start again with --from") from None
+        pass
+    raise CheckpointError("the table of a growth is damaged: start again with --from")
+
+
+def _is_sound(take: Take) -> bool:
+    """Returns whether a take has names, sizes and numbers where they belong."""
+    places = *take.start, *take.sizes, *take.at, *take.axes
+    numbers = take.factor, take.plus, take.eye, take.std
+    return (
+        isinstance(take.name, str)
+        and isinstance(take.source, str)
+        and len(take.start) == len(take.sizes)
+        and all(type(each) is int and each >= 0 for each in (*places, take.seed))
+        and all(axis < len(take.sizes) for axis in take.axes)
+        and all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
+    )
 
 
 # Regions -----------------------------------------------------------------------------------------

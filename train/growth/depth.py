@@ -18,8 +18,9 @@ from ...distributed.checkpoint.grown import Take
 from ...model.config.model_config import ModelConfig
 from ..config.errors import ConfigError
 from ..families.table import shapes_of
-from .growth import Given, Growth
+from .growth import Given, Growth, count_of
 
+_MOST_LOOPS = 256
 _ADAPTER = "loops.injection.adapter.weight"
 
 
@@ -39,9 +40,9 @@ def depth(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
         raise ConfigError(
             f"the model has loops already, R = {model.num_repeats}; set model.num_layers for others"
         )
-    if not re.fullmatch(r"[1-9]\d{0,3}", words.get("loops", "")):
-        raise ConfigError("say how often the core runs, for example loops=4")
-    parts, loops = _parts(words, model.num_layers), int(words["loops"])
+    if not 0 < (loops := count_of(words.get("loops", ""))) <= _MOST_LOOPS:
+        raise ConfigError(f"say how often the core runs, up to {_MOST_LOOPS}, for example loops=4")
+    parts = _parts(words, model.num_layers)
     layers = [layer for part in parts for layer in part]
     prelude, core, coda = map(len, parts)
     changes: dict[str, Any] = {"loops.prelude": prelude, "loops.coda": coda, "order": "abab"}
@@ -62,7 +63,7 @@ def _parts(words: Mapping[str, str], num_layers: int) -> list[range]:
     """Returns the layers of prelude, core and coda; only layers between them are in none."""
     parts = [range(0)] * 3
     for place, name in enumerate(("prelude", "core", "coda")):
-        match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", words.get(name, ""))
+        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", words.get(name, ""))
         parts[place] = range(*map(int, match.groups())) if match else range(0)
         if (name in words and not parts[place]) or parts[place].stop > num_layers:
             raise ConfigError(

@@ -23,7 +23,7 @@ from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of, part_takes, scores_of
+from .growth import Given, Growth, count_of, expert_tensors, experts_of, part_takes, scores_of
 
 _SCORES = ("load", "norm", "saliency")
 _MOST = 3  # copies of an expert
@@ -54,7 +54,7 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
         for place, (expert, is_copy) in enumerate(order):
             found = part_takes((name, shape), place, own, expert=expert, d_expert=experts.d_expert)
             seed = given.seed + place if std else 0
-            add = {"plus": -depth, "std": std, "seed": seed} if is_copy else {}
+            add = {"plus": -depth or 0.0, "std": std, "seed": seed} if is_copy else {}
             takes += [replace(take, **add) for take in found]
     changes: dict[str, Any] = {"feed_forward.num_experts": experts.num_experts + more}
     sizes = f"E={experts.num_experts + more}, of which {more} are copies"
@@ -93,11 +93,11 @@ def _number_of_copies(experts: ExpertsConfig, word: str) -> int:
     """Returns how many experts ×m or +n adds."""
     sign, number, count = word[:1], word[1:], experts.num_experts
     groups = getattr(experts.router, "num_groups", 1)
-    value = int(number) if number.isdecimal() else 0
+    value = count_of(number)
     more = value if sign == "+" else count * (value - 1)
     if sign not in ("x", "×", "+") or not 0 < more <= _MOST * count:
         raise ConfigError(
-            f"{word!r} of {count} experts: write ×2 to ×{_MOST + 1}, or +1 to +{_MOST * count}, for at most "
+            f"{word!r:.40} of {count} experts: write ×2 to ×{_MOST + 1}, or +1 to +{_MOST * count}, for at most "
             f"{_MOST} copies of each"
         )
     if more % groups:
@@ -124,9 +124,9 @@ def _noise(experts: ExpertsConfig, words: Mapping[str, str]) -> float | None:
         noise = float(words["noise"])
     except ValueError:
         noise = -1.0
-    if not 0 <= noise < float("inf"):
+    if not 0 <= noise <= 1:
         raise ConfigError(
-            f"noise={words['noise']} is not a share of the router's rows, such as 0.01"
+            f"noise={words['noise']:.40} is not a share of the router's rows, as 0.01 is"
         )
     return noise
 

@@ -1,6 +1,7 @@
 """What an operator of growth is given and returns, and what operators of mixtures share."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,14 @@ from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
 
-_MOST_BUILT = 2**27  # numbers of a model that is measured in the process that starts the ranks
+_MOST_BUILT = 2**27  # numbers in a pass of a model that runs in the process that starts the ranks
 _HIDDEN = {"w_up": 2, "b_up": 1, "w_down": 1}  # the dim of hidden units in a bank
 _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each expert, and no more
+
+
+def count_of(word: str) -> int:
+    """Returns the number that a word is, 1 to 9999; 0: it is none."""
+    return int(word) if re.fullmatch(r"[1-9][0-9]{0,3}", word) else 0
 
 
 def no_rows() -> Sequence[Rows]:
@@ -159,8 +165,9 @@ def loss_of(
 
 
 def _built(model: ModelConfig, tensor: Callable[[str], Tensor], step: int) -> Transformer:
-    if (numbers := sum(map(math.prod, shapes_of(model).values()))) > _MOST_BUILT:
-        raise ConfigError(f"{numbers:,} numbers are too many to run before the ranks start")
+    uses = model.num_layers // model.layers_per_group
+    if (numbers := uses * sum(map(math.prod, shapes_of(model).values()))) > _MOST_BUILT:
+        raise ConfigError(f"{numbers:,} numbers in a pass are too many before the ranks start")
     built = Transformer(model)
     built.load_state_dict({name: tensor(name) for name in shapes_of(model)}, assign=True)
     built.before_step(step)  # of routers with a schedule

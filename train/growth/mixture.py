@@ -72,7 +72,7 @@ def mixture(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growt
 
 def _sizes(model: ModelConfig, given: str) -> tuple[int, int]:
     """Returns E and G."""
-    match = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", given)
+    match = re.fullmatch(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})", given)
     if match is None:
         raise ConfigError(
             "write mixture=E/G, E experts that are copies of feed-forwards cut into G parts, for "
@@ -99,7 +99,7 @@ def _redrawn(words: Mapping[str, str], d_expert: int) -> int:
     """Returns how many hidden units of an expert are redrawn; 0: the function is kept."""
     if (given := words.get("drop")) is None:
         return 0
-    redrawn = round(float(given) * d_expert) if re.fullmatch(r"0?\.\d+", given) else 0
+    redrawn = round(float(given) * d_expert) if re.fullmatch(r"0?\.[0-9]{1,9}", given) else 0
     if "exact" in words or not 0 < redrawn < d_expert:
         raise ConfigError(
             f"drop is the share of each expert's {d_expert} hidden units that are redrawn, above 0 and "

@@ -15,7 +15,7 @@ from ...model.config.model_config import ModelConfig
 from ...model.routers.capacity import CapacityConfig
 from ...model.routers.deepseek import DeepSeekConfig
 from ..config.errors import ConfigError
-from .growth import Given, Growth, expert_tensors, experts_of, part_takes
+from .growth import Given, Growth, count_of, expert_tensors, experts_of, part_takes
 
 
 def split(model: ModelConfig, words: Mapping[str, str], given: Given) -> Growth:
@@ -74,11 +74,11 @@ def _takes(grown: ModelConfig, parts: int, factors: Mapping[str, float]) -> Iter
 
 def _checked(experts: ExpertsConfig, word: str) -> int:
     """Returns m; raises ConfigError if the experts cannot be cut into so many."""
-    parts, width, router = int(word) if word.isdecimal() else 0, experts.d_expert, experts.router
+    parts, width, router = count_of(word), experts.d_expert, experts.router
     fitting = [str(m) for m in range(2, width + 1) if width % m == 0][:4]
     if parts < 2 or width % parts:
         fit = f"{', '.join(fitting)} would fit" if fitting else "it has one hidden unit"
-        raise ConfigError(f"d_expert={width} cannot be cut into {word!r} parts; {fit}")
+        raise ConfigError(f"d_expert={width} cannot be cut into {word!r:.40} parts; {fit}")
     if isinstance(router, DeepSeekConfig):
         is_limited = router.kept_groups < router.num_groups
         if is_limited and router.group_score == "top2":

@@ -10,6 +10,7 @@ An operator is a function of a model and its words; it knows no file, layout or 
 configuration and a table of regions (`Take`), which a run keeps in its source.json.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -119,6 +120,8 @@ def _losses(states: Sequence[tuple[ModelConfig, BlockReader]], given: Given) -> 
         found = [loss_of(model, reader.weight, rows, given.step) for model, reader in states]
     except ValueError as error:
         return f"the first evaluation says the loss after it ({error})"
+    if not math.isfinite(found[1]):
+        raise ConfigError(f"--grow: the loss would be {found[1]}, after {found[0]:.4f}")
     count = sum(some.num_rows for some in rows)
     return f"loss of {count} validation rows: {found[0]:.4f} before, {found[1]:.4f} after"
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data_pipeline.files import append_line, append_to
+from ...distributed.checkpoint.source import read_source
 from ..config.errors import ConfigError
 from ..config.run_config import Config
 from ..record.redaction import redact, redact_values
@@ -469,7 +470,9 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
         for name in config.train.sinks
     ]
     has_trained = any((run_dir / "checkpoints").glob("step_*"))
-    lacks_to = first_step - 1 if has_trained else 0
+    began = read_source(run_dir)
+    is_written = began is not None and (began.kind, began.step) == ("written", first_step - 1)
+    lacks_to = first_step - 1 if has_trained and not is_written else 0
     return MetricsLog(run_dir, active=True, sinks=sinks, lacks_to=lacks_to)
 
 

@@ -1,5 +1,6 @@
 """Any block of a grown tensor is that of the whole, whatever its regions copy, turn, draw and add."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -52,7 +53,20 @@ def test_a_table_that_does_not_fit_is_refused(takes: tuple[Take, ...], answer: s
         GrownReader(InMemory(STATE), takes)
 
 
-@pytest.mark.parametrize("row", [["bank", [0], [4]], ["bank", 0, [4], "", [], []], "bank"])
+COPY = ["bank", [0], [4], "dense", [0], [0], 1.0, 0.0, 0.0, 0.0, 0]
+WRONG = {
+    0: [5, None, ["a"]],
+    1: [0, "0", [0, 0]],
+    2: [[math.nan], [-1]],
+    3: [None],
+    4: ["000", [0.5]],
+}
+WRONG |= {5: [[9], [-1], "0"], 6: ["x", None, math.nan], 9: [math.inf, "1"], 10: [{}, -1]}
+CHANGED = [[*COPY[:at], value, *COPY[at + 1 :]] for at, values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize("row", [COPY[:3], "bank", *CHANGED], ids=repr)
 def test_a_table_of_other_rows_is_refused(row: Any) -> None:
+    assert takes_from_json([COPY])
     with pytest.raises(CheckpointError, match="the table of a growth is damaged"):
         takes_from_json([row])

@@ -11,6 +11,7 @@ from fake_sink import FakeSink, in_background
 from jobs import wait_for
 
 from moebius.cluster.report.history import describe_trouble
+from moebius.distributed.checkpoint.source import SOURCE, Source
 from moebius.model.balance import DepthLoad
 from moebius.train.config.resolve import resolve
 from moebius.train.loss import MicroBatchLoss
@@ -111,18 +112,23 @@ def test_a_file_that_somebody_changes_gets_all_later_lines_and_says_so_once(
 
 @pytest.mark.parametrize("text", [None, ""])
 @pytest.mark.parametrize("has_trained", [True, False])
+@pytest.mark.parametrize("step", [None, 4, 5], ids="written after step {}".format)
 def test_a_run_that_continues_says_that_its_file_is_gone(
-    tmp_path: Path, text: str | None, has_trained: bool
+    tmp_path: Path, text: str | None, has_trained: bool, step: int | None
 ) -> None:
     if has_trained:
         (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+    if step is not None:  # by `ckpt grow`, without having trained up to there
+        source = Source(kind="written", given="/run", path="/run", digest="", step=step)
+        (tmp_path / SOURCE).write_text(source.as_text())
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     config = resolve("smoke", ["train.sinks=[]"], RECIPES)
     with open_metrics(config, tmp_path, active=True, first_step=6) as log:
         log.write("train", 6, loss=1.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["gap", "train"][not has_trained :]  # else a branch
+    lacks = has_trained and step != 5  # without checkpoints, it is a branch
+    assert [line["kind"] for line in lines] == ["gap", "train"][not lacks :]
 
 
 def test_a_sink_that_lacks_lines_says_so_in_the_file(tmp_path: Path) -> None:
