@@ -12,11 +12,11 @@ copies nothing has a state of zeros.
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import add, gt
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ...data_pipeline.words import some_of
@@ -24,7 +24,7 @@ from ..average import AVERAGE, RECENT
 from ..local_shard import LocalShard, Slice, block_of
 from .format import CheckpointError, Chunk, Index, StoredCheckpoint, StoredTensor, audit
 from .loading import overlaps, read_chunk
-from .pieces import Piece, PublishedFolder
+from .pieces import Piece, PublishedFolder, Whole
 
 _KEPT_BYTES = 2**30  # of chunks in memory, unless one has more
 # Powers of a take's factor that a tensor is multiplied by; others stay as they are.
@@ -38,24 +38,26 @@ _POWERS = {
 }
 
 
-@dataclass(frozen=True)
-class Take:
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Take(NamedTuple):
     """Maps a region of a grown tensor to a block of a tensor of the model before.
 
     Its values are factor · block + plus + eye · I + std · N(0, 1).
     """
 
     name: str  # of the grown tensor, without "model."
-    start: tuple[int, ...]  # of the region
-    sizes: tuple[int, ...]
+    start: tuple[Whole, ...]  # of the region
+    sizes: tuple[Whole, ...]
     source: str = ""  # of the model before; "": nothing is read
-    at: tuple[int, ...] = ()  # start of the block, per dim of the source
-    axes: tuple[int, ...] = ()  # grown dim of every dim of the source
-    factor: float = 1.0
-    plus: float = 0.0
-    eye: float = 0.0  # of the region's identity
-    std: float = 0.0
-    seed: int = 0  # of the noise, which also depends on the name and the place inside the region
+    at: tuple[Whole, ...] = ()  # start of the block, per dim of the source
+    axes: tuple[Whole, ...] = ()  # grown dim of every dim of the source
+    factor: _Number = 1.0
+    plus: _Number = 0.0
+    eye: _Number = 0.0  # of the region's identity
+    std: _Number = 0.0
+    seed: Whole = 0  # of the noise, which also depends on the name and the place inside the region
 
     @property
     def counts(self) -> list[int]:
@@ -91,36 +93,7 @@ class Take:
 
 def takes_to_json(takes: Sequence[Take]) -> list[list[Any]]:
     """Returns takes as JSON values, a list of their fields each; copies need no more than six."""
-    rows = ([*vars(take).values()] for take in takes)
-    return [row[:6] if row[6:] == [1.0, 0.0, 0.0, 0.0, 0] else row for row in rows]
-
-
-def takes_from_json(rows: Sequence[Sequence[Any]]) -> list[Take]:
-    """Returns the takes that `takes_to_json` described; raises CheckpointError if it did not."""
-    try:
-        takes = [
-            Take(name, tuple(start), tuple(sizes), source, tuple(at), tuple(axes), *values)
-            for name, start, sizes, source, at, axes, *values in rows
-        ]
-        if all(map(_is_sound, takes)):
-            return takes
-    except (TypeError, ValueError):
-        pass
-    raise CheckpointError("the table of a growth is damaged: start again with --from")
-
-
-def _is_sound(take: Take) -> bool:
-    """Returns whether a take has names, sizes and numbers where they belong."""
-    places = *take.start, *take.sizes, *take.at, *take.axes
-    numbers = take.factor, take.plus, take.eye, take.std
-    return (
-        isinstance(take.name, str)
-        and isinstance(take.source, str)
-        and len(take.start) == len(take.sizes)
-        and all(type(each) is int and each >= 0 for each in (*places, take.seed))
-        and all(axis < len(take.sizes) for axis in take.axes)
-        and all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
-    )
+    return [[*(take[:6] if take[6:] == (1.0, 0.0, 0.0, 0.0, 0) else take)] for take in takes]
 
 
 # Regions -----------------------------------------------------------------------------------------

@@ -13,15 +13,17 @@ Two packed formats appear under the key and with the shape of their values:
     fp8       X.weight e4m3, X.weight_scale_inv      float32 values: fp8 · scale of its block (DeepSeek)
 """
 
+import contextlib
 import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from ...data_pipeline.files import json_object, read_regular
@@ -43,20 +45,23 @@ _SHOWN = 200  # characters of a foreign value in a message
 
 # Pieces ------------------------------------------------------------------------------------------
 
+_Row = TypeVar("_Row")
+Whole = Annotated[int, Field(strict=True, ge=0)]
 
-@dataclass(frozen=True)
-class Piece:
+
+class Piece(NamedTuple):
     """Maps a published tensor to a region of one of our tensors."""
 
     key: str  # published
     name: str  # ours, without "model."
-    start: tuple[int, ...]  # of the region, per dim of ours
-    sizes: tuple[int, ...]
+    start: tuple[Whole, ...]  # of the region, per dim of ours
+    sizes: tuple[Whole, ...]
     # Our dim of every published dim; -1 for a published dim of size 1 that we lack, as of Ernie's
     # (1, E) bias. Dims of ours that are missing here have size 1 in the region.
-    axes: tuple[int, ...]
-    step: int = 1  # entry i along the last published dim of this piece lies at step·i + phase
-    phase: int = 0
+    axes: tuple[Annotated[int, Field(strict=True, ge=-1)], ...]
+    # Entry i along the last published dim of this piece lies at step · i + phase.
+    step: Annotated[int, Field(strict=True, ge=1)] = 1
+    phase: Whole = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,12 +116,19 @@ def pieces_to_json(pieces: Sequence[Piece]) -> list[list[Any]]:
     ]
 
 
-def pieces_from_json(rows: Sequence[Sequence[Any]]) -> list[Piece]:
-    """Returns the pieces that `pieces_to_json` described."""
-    return [
-        Piece(key, name, tuple(start), tuple(sizes), tuple(axes), *steps)
-        for key, name, start, sizes, axes, *steps in rows
-    ]
+def from_rows(kind: type[_Row], rows: Sequence[Any]) -> list[_Row]:
+    """Returns the pieces, or other regions, whose fields JSON rows hold.
+
+    Raises:
+        CheckpointError: a row holds something else.
+    """
+    with contextlib.suppress(ValidationError):
+        found: list[Any] = TypeAdapter(list[kind]).validate_python(rows)
+        if all(len(each.sizes) == len(each.start) > max(each.axes, default=-1) for each in found):
+            return found
+    raise CheckpointError(
+        "source.json: its table of parts of tensors is damaged: start again with --from"
+    )
 
 
 # Folders -----------------------------------------------------------------------------------------

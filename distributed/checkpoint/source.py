@@ -302,21 +302,21 @@ def open_reader(
     Raises:
         CheckpointError: the source is gone, has changed or is damaged, or a growth does not fit it.
     """
-    from .grown import GrownReader, PublishedReader, StoredReader, takes_from_json
+    from .grown import GrownReader, PublishedReader, StoredReader, Take
     from .loading import open_share
-    from .pieces import PublishedFolder, pieces_from_json
+    from .pieces import Piece, PublishedFolder, from_rows
 
     path = Path(source.path)
     if source.kind == "folder" and path.exists():
         folder = PublishedFolder(path)
         _check_digest(source, folder.digest)
-        reader: BlockReader = PublishedReader(folder, pieces_from_json(source.pieces))
+        reader: BlockReader = PublishedReader(folder, from_rows(Piece, source.pieces))
     else:
         _check_digest(source, _digest_of(source))
         reader = StoredReader(open_share(path, part, parts, check_bytes=check_bytes))
     for growth in source.grown:
         growth.check()
-        reader = GrownReader(reader, takes_from_json(growth.takes))
+        reader = GrownReader(reader, from_rows(Take, growth.takes))
     return reader
 
 

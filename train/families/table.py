@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -203,7 +203,7 @@ def _is_tied(key: str, folder: PublishedFolder, family: Family, pieces: list[Pie
     if key not in {rule.published for form in family.forms("head.weight") for rule in form}:
         return False
     embedding = next(piece for piece in pieces if piece.name == "embedding")
-    both, (rows, width) = (embedding, replace(embedding, key=key)), embedding.sizes
+    both, (rows, width) = (embedding, embedding._replace(key=key)), embedding.sizes
     folder.check(both)
     for row in range(0, rows, _ROWS):
         sizes = (min(_ROWS, rows - row), width)

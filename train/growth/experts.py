@@ -12,7 +12,6 @@ until something tells them apart:
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def copy_experts(model: ModelConfig, words: Mapping[str, str], given: Given) -> 
             found = part_takes((name, shape), place, own, expert=expert, d_expert=experts.d_expert)
             seed = given.seed + place if std else 0
             add = {"plus": -depth or 0.0, "std": std, "seed": seed} if is_copy else {}
-            takes += [replace(take, **add) for take in found]
+            takes += [take._replace(**add) for take in found]
     changes: dict[str, Any] = {"feed_forward.num_experts": experts.num_experts + more}
     sizes = f"E={experts.num_experts + more}, of which {more} are copies"
     if noise is not None:

@@ -17,7 +17,6 @@ so each unit of the dense model survives in equally many copies.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,7 +148,7 @@ def _dropped(take: Take, weight: Tensor, window: range, given: Given) -> Iterato
         start, sizes, at = list(take.start), list(take.sizes), list(take.at)
         start[cut], sizes[cut] = start[cut] + first, end - first
         at[take.axes.index(cut)] += first
-        run = replace(take, start=tuple(start), sizes=tuple(sizes), at=tuple(at))
+        run = take._replace(start=tuple(start), sizes=tuple(sizes), at=tuple(at))
         if is_redrawn:
             std, mean = torch.std_mean(block_of(weight, run.at, run.counts).double())
             plus, spread = take.factor * mean.item(), take.factor * std.item()

@@ -9,7 +9,8 @@ import torch
 from grown_case import InMemory, whole
 
 from moebius.distributed.checkpoint.format import CheckpointError
-from moebius.distributed.checkpoint.grown import GrownReader, Take, takes_from_json, takes_to_json
+from moebius.distributed.checkpoint.grown import GrownReader, Take, takes_to_json
+from moebius.distributed.checkpoint.pieces import from_rows
 
 TAKES = (
     Take("bank", (0, 0, 0), (1, 4, 6), "dense", (6, 0), (2, 1), factor=2.0),
@@ -21,7 +22,7 @@ STATE = {"dense": torch.arange(48.0).view(12, 4), "old": torch.arange(24.0).view
 
 
 def test_any_block_is_that_of_the_whole() -> None:
-    reader = GrownReader(InMemory(STATE), takes_from_json(takes_to_json(TAKES)))
+    reader = GrownReader(InMemory(STATE), from_rows(Take, takes_to_json(TAKES)))
     bank = whole(reader, "model.bank")
     assert torch.equal(bank[0], 2 * STATE["dense"][6:].T)
     assert torch.equal(bank[1, 2:], STATE["old"][1] + 1)
@@ -67,6 +68,6 @@ CHANGED = [[*COPY[:at], value, *COPY[at + 1 :]] for at, values in WRONG.items() 
 
 @pytest.mark.parametrize("row", [COPY[:3], "bank", *CHANGED], ids=repr)
 def test_a_table_of_other_rows_is_refused(row: Any) -> None:
-    assert takes_from_json([COPY])
-    with pytest.raises(CheckpointError, match="the table of a growth is damaged"):
-        takes_from_json([row])
+    assert from_rows(Take, [COPY])
+    with pytest.raises(CheckpointError, match="parts of tensors is damaged"):
+        from_rows(Take, [row])
