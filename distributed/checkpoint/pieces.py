@@ -123,7 +123,8 @@ def from_rows(kind: type[_Row], rows: Sequence[Any]) -> list[_Row]:
         CheckpointError: a row holds something else.
     """
     with contextlib.suppress(ValidationError):
-        found: list[Any] = TypeAdapter(list[kind]).validate_python(rows)
+        read = TypeAdapter(kind).validate_python
+        found: list[Any] = [read(row) for row in rows]
         if all(len(each.sizes) == len(each.start) > max(each.axes, default=-1) for each in found):
             return found
     raise CheckpointError(
