@@ -42,7 +42,7 @@ from .loops.study import (
 )
 
 TRUNKS, DRAWN = COMPARISONS / "growth.toml", COMPARISONS / "growth_drawn.toml"
-RATES = (0.008, 0.016, 0.032, 0.064)
+RATES = (0.004, 0.008, 0.016, 0.032, 0.064)
 _LOOPS = ("prelude=0:1", "core=1:3", "coda=3:4", "loops=2")
 _OPERATORS = {"split": ("split=2",), "experts": ("experts=x2", "noise=0.01"), "loops": _LOOPS}
 # The arm of a grown model, its trunk, and how it grows.
