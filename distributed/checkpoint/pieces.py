@@ -146,10 +146,7 @@ class StoredKey:
 
 
 class PublishedFolder:
-    """Opens a folder of safetensors, or one file, and reads blocks of its tensors.
-
-    Args:
-        path: a folder with config.json, or a file with config.json beside it.
+    """Opens a folder of safetensors with config.json, and reads blocks of its tensors.
 
     Raises:
         CheckpointError: a file is missing, damaged, lies outside of the folder, or contradicts
@@ -157,17 +154,15 @@ class PublishedFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.parent if path.is_file() else path
-        if not self.path.is_dir():
-            raise CheckpointError(f"{path}: is neither a folder nor a file of weights")
+        self.path = path
         self._open: tuple[str, Any] = ("", None)
         self._mapped = 0
         self._bytes: dict[str, bytes] = {}  # of all that the digest covers
         self.stored: dict[str, StoredKey] = {}
         self.config = self._json(CONFIG_FILE)
         self._fp8_block = self._block_of_fp8()
-        if path.is_file() or (self.path / ONE_FILE).exists():
-            self._add(path.name if path.is_file() else ONE_FILE)
+        if (path / ONE_FILE).exists():
+            self._add(ONE_FILE)
         else:
             self._add_indexed()
         self.digest = blake2b(b"".join(name.encode() + b for name, b in self._bytes.items()))

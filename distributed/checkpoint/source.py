@@ -142,7 +142,8 @@ def read_source(run_dir: Path) -> Source | None:
             return None
         reason = error.strerror if isinstance(error, OSError) else f"{error.error_count()} errors"
         raise CheckpointError(
-            f"{path}: is damaged ({reason}): start the run again with --from"
+            f"{path}: is damaged ({reason}): restore it; a run with a checkpoint also goes on without it, "
+            "and any other starts again with --from"
         ) from None
 
 

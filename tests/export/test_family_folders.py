@@ -26,6 +26,7 @@ from published_case import (
     tensors_in,
 )
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from trained import assembled
 from world import run_ranks
 
@@ -37,6 +38,7 @@ from moebius.distributed.checkpoint.source import read_source
 from moebius.export.hf.model_folder import export
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.families.import_run import import_source
+from moebius.train.families.start import start_from
 from moebius.train.families.table import FAMILY, open_family, shapes_of
 from moebius.train.run import resume
 from moebius.train.state import model_tensors
@@ -78,6 +80,7 @@ import os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 for folder in sys.argv[1:]:
@@ -368,6 +371,18 @@ def test_what_a_family_lacks_is_not_lost_in_silence(tmp_path: Path) -> None:
     write_checkpoint(changed, tensors, step=1, num_experts={}, meta=meta)
     with pytest.raises(CheckpointError, match=r"selection_bias is not zero, and DeepseekV2"):
         export(changed, tmp_path / "out")
+
+
+def test_a_folder_is_imported_wherever_it_lies_and_whatever_its_tokenizer(tmp_path: Path) -> None:
+    """Nothing reads text yet, and other trainers name their folders as our checkpoints."""
+    (tmp_path / "checkpoints").mkdir()
+    folder = copied("hf_qwen3_moe_a", tmp_path).rename(tmp_path / "checkpoints" / "step_5")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["more than the model has"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert import_source(folder, tmp_path / "run", None, OVERRIDES).step == 0
+    with pytest.raises(ConfigError, match="its tokenizer has 68 ids, more than"):
+        start_from(str(folder), None, OVERRIDES)
 
 
 def test_from_the_command_line(tmp_path: Path, moebius: Callable[..., Any]) -> None:

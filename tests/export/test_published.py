@@ -122,7 +122,7 @@ def test_an_imported_run_is_trained_exported_and_written_with(
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optim, model.named_parameters())
     meta = load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
-    assert meta["progress"] == {"step": 0, "updates": 0, "samples": 0, "tokens": 0}
+    assert meta["progress"] == {"step": 0, "updates": 0, "samples": 0, "tokens": 0, "skipped": 0}
     assert meta["data"] is None
     export(step_0(tmp_path / "out"), tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")

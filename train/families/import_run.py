@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data_pipeline.words import run_and_step, some_of
+from ...data_pipeline.words import some_of
 from ...distributed.checkpoint.atomic_directory import (
     atomic_directory,
     refuse_existing,
@@ -222,16 +222,16 @@ def import_source(
         ValueError: as for `start_from`, nothing grows out of a run, or `out` exists.
     """
     refuse_existing(out)
-    path, step = (str(given), None) if str(given).startswith("hf://") else run_and_step(str(given))
-    place = str(path if step is None else find_checkpoint(Path(path), step))
-    start = start_from(place, name, overrides, family=family, grow=grow, trains=False)
+    start = start_from(str(given), name, overrides, family=family, grow=grow, trains=False)
     source, config, before = start.source, start.config, None
     if source.step is None:
         own = {"tokenizer": str(out.absolute() / SOURCE_FILES)}  # the run's copy of the folder's
         if config.prepare.tokenizer == source.path:
             config = config.model_copy(update={"prepare": config.prepare.model_copy(update=own)})
     elif not grow:
-        raise ConfigError(f"{given}: is a run already; say how it grows, for example split=2")
+        raise ConfigError(
+            f"{given}: is a run already; `moebius ckpt grow` makes a larger one of it"
+        )
     else:
         before = read_meta(Path(source.path)).meta
         if any(word.startswith(("data.", "prepare.")) for word in overrides):  # other text

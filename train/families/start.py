@@ -109,7 +109,7 @@ def start_from(
         family: of a folder: `module:name` of one's own; by default config.json names a known one.
         grow: words of operators (../growth/table.py), by which the model grows first.
         moments: whether a branch that grows keeps its trunk's optimizer state, which is the default.
-        trains: False: nothing reads text yet, so the source's tokenizer can be missing.
+        trains: False: a run is only written, of the weights that RUN@STEP has, and reads no text yet.
 
     Raises:
         ConfigError: there is nothing of this name, or the configuration or its tokenizer does not fit
@@ -120,8 +120,9 @@ def start_from(
     trust(overrides)
     if name is not None and not name.endswith(".json"):
         base_values(name, RECIPES)  # the user has named what it names
+    grow = " ".join(grow).split()
     parse(grow)  # before anything is read
-    weights, is_named = _given_weights(given, family), name is not None
+    weights, is_named = _given_weights(given, family, branches=trains), name is not None
     if grow or moments:
         weights = _grown(weights, grow, moments)
     name = name or weights.recipe
@@ -136,8 +137,10 @@ def start_from(
             _branch(weights.source, weights.trunk, config, draw_anew), notes=weights.notes
         )
     config = resolve(name, overrides, recipes, start=weights.sections)
-    source = _with_tokenizer(_fitted(weights, config.model, draw_anew), config, needed=trains)
-    _check_tokenizer(config, source, weights.sections)
+    source = _fitted(weights, config.model, draw_anew)
+    if trains:
+        source = _with_tokenizer(source, config)
+        _check_tokenizer(config, source, weights.sections)
     notes, model = list(weights.notes), weights.sections.model
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
         notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
@@ -172,7 +175,7 @@ def _recipes(name: str) -> Mapping[str, Callable[[], Config]]:
     return {name: lambda: Config.load(Path(name))} if name.endswith(".json") else RECIPES
 
 
-def _given_weights(given: str, family: str | None) -> GivenWeights:
+def _given_weights(given: str, family: str | None, *, branches: bool) -> GivenWeights:
     if given.startswith("hf://"):
         return _on_hub(given, family)
     path, step = run_and_step(given)
@@ -188,7 +191,7 @@ def _given_weights(given: str, family: str | None) -> GivenWeights:
             f"--from {given}: is neither a run (checkpoints/), a checkpoint (manifest.json), nor a folder "
             f"of published weights (config.json with a model_type){runs_near(path)}"
         )
-    return _in_checkpoint(path, step)
+    return _in_checkpoint(path, step, branches=branches)
 
 
 def _is_published(path: Path) -> bool:
@@ -246,8 +249,8 @@ def _in_folder(path: Path, family: str | None, *, given: str) -> GivenWeights:
     return GivenWeights(source, shapes_of(model), sections, name, recipes, plan.notes, whose=whose)
 
 
-def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
-    """Returns a checkpoint, with the model and the tokenizer of its run."""
+def _in_checkpoint(path: Path, step: int | None, *, branches: bool) -> GivenWeights:
+    """Returns a checkpoint, with the model and the tokenizer of its run; RUN@STEP may branch off."""
     checkpoint = find_checkpoint(path, step)
     stored = open_checkpoint(checkpoint)
     meta = stored.meta.meta
@@ -255,7 +258,7 @@ def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
     config = checkpoint_config(checkpoint, meta)
     data = (meta.get("data") or {}).get("spec", {})
     source = Source(
-        kind="checkpoint" if step is None else "branch",
+        kind="branch" if step is not None and branches else "checkpoint",
         given=f"{path}" if step is None else f"{path}@{step}",
         path=str(checkpoint),
         step=stored.meta.step,
@@ -267,7 +270,7 @@ def _in_checkpoint(path: Path, step: int | None) -> GivenWeights:
         for name, tensor in stored.index.tensors.items()
         if name.startswith("model.")
     }
-    trunk = None if step is None else config
+    trunk = config if source.kind == "branch" else None
     return GivenWeights(
         source, shapes, _sections_of(config), recipe, {recipe: lambda: config}, trunk=trunk
     )
@@ -398,7 +401,7 @@ def _matching(pattern: str, shapes: Shapes) -> list[str]:
     return names
 
 
-def _with_tokenizer(source: Source, config: Config, *, needed: bool) -> Source:
+def _with_tokenizer(source: Source, config: Config) -> Source:
     """Returns the source with its tokenizer's hash, if it is known and the embedding is loaded."""
     if "embedding" in source.drawn:
         return source.model_copy(update={"tokenizer": None})
@@ -408,7 +411,7 @@ def _with_tokenizer(source: Source, config: Config, *, needed: bool) -> Source:
     try:
         tokenizer = open_tokenizer(source.path, end_of_document=prepare.end_of_document)
     except InputError as error:
-        if prepare.tokenizer != source.path or not needed:
+        if prepare.tokenizer != source.path:
             return source
         raise ConfigError(
             f"--from {source.given}: has no tokenizer that can be read; name that of its model with "

@@ -62,7 +62,7 @@ def open_family(path: Path, family: str | None = None) -> FolderPlan:
     """Opens a published folder and checks that it is whole; reads weights only of a tied head.
 
     Args:
-        path: a folder with config.json, or its file of weights.
+        path: a folder with config.json.
         family: `module:name` of one's own; by default config.json's model_type names a known one.
 
     Raises:

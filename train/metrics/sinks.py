@@ -8,6 +8,7 @@ numbers continues as another run there, from the step that it went back to. Tens
 abandoned steps instead.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data_pipeline.files import append_line, append_to
+from ...distributed.checkpoint.format import CheckpointError
 from ...distributed.checkpoint.source import read_source
 from ..config.errors import ConfigError
 from ..config.run_config import Config
@@ -470,10 +472,16 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
         for name in config.train.sinks
     ]
     has_trained = any((run_dir / "checkpoints").glob("step_*"))
-    began = read_source(run_dir)
-    is_written = began is not None and (began.kind, began.step) == ("written", first_step - 1)
-    lacks_to = first_step - 1 if has_trained and not is_written else 0
+    lacks_to = first_step - 1 if has_trained and not _was_written(run_dir, first_step - 1) else 0
     return MetricsLog(run_dir, active=True, sinks=sinks, lacks_to=lacks_to)
+
+
+def _was_written(run_dir: Path, step: int) -> bool:
+    """Returns whether a run began with a checkpoint of this step that no training made."""
+    with contextlib.suppress(CheckpointError):  # source.json is damaged, and not needed any more
+        began = read_source(run_dir)
+        return began is not None and (began.kind, began.step) == ("written", step)
+    return False
 
 
 # Shared by sinks --------------------------------------------------------------------------------

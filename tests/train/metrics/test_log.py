@@ -112,7 +112,7 @@ def test_a_file_that_somebody_changes_gets_all_later_lines_and_says_so_once(
 
 @pytest.mark.parametrize("text", [None, ""])
 @pytest.mark.parametrize("has_trained", [True, False])
-@pytest.mark.parametrize("step", [None, 4, 5], ids="written after step {}".format)
+@pytest.mark.parametrize("step", [None, 4, 5, -1], ids="written after step {}".format)
 def test_a_run_that_continues_says_that_its_file_is_gone(
     tmp_path: Path, text: str | None, has_trained: bool, step: int | None
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_run_that_continues_says_that_its_file_is_gone(
         (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
     if step is not None:  # by `ckpt grow`, without having trained up to there
         source = Source(kind="written", given="/run", path="/run", digest="", step=step)
-        (tmp_path / SOURCE).write_text(source.as_text())
+        (tmp_path / SOURCE).write_text(source.as_text() if step > 0 else "{}")  # damaged
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     config = resolve("smoke", ["train.sinks=[]"], RECIPES)
