@@ -193,7 +193,7 @@ def load_start(
         Of a branch, its trunk's checkpoint, verified, from which nothing is loaded yet; else None.
 
     Raises:
-        CheckpointError: on all ranks, which then have changed nothing: as for `load_source`, or the
+        CheckpointError: on all ranks, which then have changed nothing: as for `load_blocks`, or the
             ranks see different files.
     """
     own: list[Source | None] = []
@@ -212,7 +212,9 @@ def load_start(
     if source is not None and source.kind == "branch":
         return _trunk_of(source, mesh)
     if source is not None:
-        load_source(source, tensors, shards, mesh)
+        kept = {f"model.{name}" for name in (*source.drawn, *source.zeros)}
+        wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
+        load_blocks(source, wanted, shards, mesh=mesh)
     return None
 
 
@@ -234,30 +236,6 @@ def _trunk_of(source: Source, mesh: "Mesh") -> "WholeCheckpoint":
         kept["progress"] = {**kept["progress"], "updates": 0, "skipped": 0}
     grow = partial(load_blocks, source, check_bytes=False)
     return WholeCheckpoint(path, meta.model_copy(update={"meta": kept}), damaged=(), grow=grow)
-
-
-def load_source(
-    source: Source, tensors: Mapping[str, Tensor], shards: "Mapping[str, LocalShard]", mesh: "Mesh"
-) -> None:
-    """Fills this rank's weights in place, in the dtype that they have here. Collective.
-
-    Args:
-        source: what the run starts from.
-        tensors: this rank's weights and buffers, as "model.<name>"; those drawn anew are left alone.
-        shards: this rank's shards; tensors without one are whole.
-        mesh: all ranks.
-
-    Raises:
-        CheckpointError: the source is gone, has changed, is damaged or does not fit; on all ranks.
-    """
-    from .loading import load
-
-    kept = {f"model.{name}" for name in (*source.drawn, *source.zeros)}
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in kept}
-    if source.grown or source.kind == "folder":
-        return load_blocks(source, wanted, shards, mesh=mesh)
-    together(mesh.world_group, lambda: _check_digest(source, _digest_of(source)))
-    load(Path(source.path), wanted, shards, mesh=mesh, allow_unexpected=True, converts=True)
 
 
 def check_source(source: Source) -> None:
@@ -292,7 +270,7 @@ def _check_digest(source: Source, now: str) -> None:
         )
 
 
-# Sources that are read block by block ---------------------------------------------------------------
+# Blocks ------------------------------------------------------------------------------------------
 
 
 def open_reader(
@@ -329,9 +307,17 @@ def load_blocks(
     mesh: "Mesh",
     check_bytes: bool = True,
 ) -> None:
-    """Does what `load_source` does, from a folder or a source that grows. Collective.
+    """Fills this rank's tensors in place, in the dtype that they have here. Collective.
 
-    Of a branch that grows, `tensors` include the optimizer's state.
+    Args:
+        source: what the run starts from.
+        tensors: to fill, as "model.<name>"; of a branch that grows, the optimizer's state, too.
+        shards: this rank's shards; tensors without one are whole.
+        mesh: all ranks.
+        check_bytes: verify the checksum of every file of a checkpoint.
+
+    Raises:
+        CheckpointError: the source is gone, has changed, is damaged or does not fit; on all ranks.
     """
     from ..local_shard import whole_shard
 

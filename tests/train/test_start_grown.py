@@ -30,6 +30,7 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train.config.run_config import Config
 from moebius.train.families.table import FAMILY, open_family
+from moebius.train.growth import growth
 from moebius.train.record.run_folder import open_run
 
 WORDS = "split=2 experts=+4 noise=0.1"
@@ -165,6 +166,15 @@ def test_measures_of_usefulness_choose_and_losses_are_said(by: str, trunk: Path)
     assert start.notes[0].startswith(f"grows by experts=+4 by={by}: E=12, ")
     assert "validation rows: " in start.notes[-1]
     assert len(start_from(trunk, grow="split=4").notes) == 1  # its logits are equal
+
+
+def test_a_loss_that_takes_long_is_left_to_the_first_evaluation(
+    trunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "_MOST_PRODUCTS", 1000)
+    note = start_from(trunk, grow="experts=+4").notes[-1]
+    assert note.startswith("the first evaluation says the loss after it (")
+    assert "tokens are too many to measure" in note
 
 
 @pytest.mark.slow

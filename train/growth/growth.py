@@ -16,7 +16,8 @@ from ..config.errors import ConfigError
 from ..evaluate import Rows
 from ..families.table import shapes_of
 
-_MOST_BUILT = 2**27  # numbers in a pass of a model that runs in the process that starts the ranks
+# Of a model that runs in the process that starts the ranks: numbers, and products of them and tokens.
+_MOST_BUILT, _MOST_PRODUCTS = 2**27, 2**42
 _HIDDEN = {"w_up": 2, "b_up": 1, "w_down": 1}  # the dim of hidden units in a bank
 _KEPT = ("sigmoid", "token_choice", "deepseek")  # routers with a row for each expert, and no more
 
@@ -134,7 +135,8 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
     }
     if by == "norm":
         return {member: given.tensor(bank).flatten(1).norm(dim=1) for member, bank in banks.items()}
-    rows, built = given.rows(), _built(model, given.tensor, given.step)
+    rows = given.rows()
+    built = _built(model, given.tensor, rows, given.step)
     weights = {member: built.get_parameter(bank) for member, bank in banks.items()}
     loads = {member: torch.zeros(len(weight)) for member, weight in weights.items()}
     steps = [step.member for step in model.load_steps if model.has_experts(step.member)]
@@ -159,15 +161,21 @@ def loss_of(
     model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[Rows], step: int
 ) -> float:
     """Returns the mean loss per counted target; ConfigError: the model is too large for this process."""
-    built = _built(model, tensor, step)
+    built = _built(model, tensor, rows, step)
     total = sum(_applied(built, some).cross_entropy.item() for some in rows)
     return total / max(1, sum(int(some.asked_BS.sum()) for some in rows))
 
 
-def _built(model: ModelConfig, tensor: Callable[[str], Tensor], step: int) -> Transformer:
-    uses = model.num_layers // model.layers_per_group
-    if (numbers := uses * sum(map(math.prod, shapes_of(model).values()))) > _MOST_BUILT:
-        raise ConfigError(f"{numbers:,} numbers in a pass are too many before the ranks start")
+def _built(
+    model: ModelConfig, tensor: Callable[[str], Tensor], rows: Sequence[Rows], step: int
+) -> Transformer:
+    numbers = sum(map(math.prod, shapes_of(model).values()))
+    tokens = sum(some.tokens_BS.numel() for some in rows)
+    products = numbers * tokens * model.num_layers // model.layers_per_group
+    if numbers > _MOST_BUILT or products > _MOST_PRODUCTS:
+        raise ConfigError(
+            f"{numbers:,} numbers and {tokens:,} tokens are too many to measure before the ranks start"
+        )
     built = Transformer(model)
     built.load_state_dict({name: tensor(name) for name in shapes_of(model)}, assign=True)
     built.before_step(step)  # of routers with a schedule
