@@ -214,7 +214,7 @@ def import_source(
         given: a folder of published weights; what grows can be any source of `start_from`.
         out: appears whole or not at all; `source` in it holds the folder's other files.
         name: a recipe or a TOML file, for everything but the model; None: as for `start_from`.
-        overrides: `section.key=value`; those of the model may change no parameter that is kept.
+        overrides: `section.key=value`; those of the model may change no parameter.
         family: of a folder: `module:name` of one's own; by default config.json names a known one.
         grow: words of operators (../growth/table.py).
 

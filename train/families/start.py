@@ -141,6 +141,10 @@ def start_from(
     if trains:
         source = _with_tokenizer(source, config)
         _check_tokenizer(config, source, weights.sections)
+    elif lost := source.ignored[len(weights.source.ignored) :]:
+        raise ConfigError(
+            f"{given}: {some_of(lost)} would be lost; leave out the keys of model.* that drop it"
+        )
     notes, model = list(weights.notes), weights.sections.model
     if is_named and base_values(name, recipes)[0].get("model", model) != model:
         notes.append(f"the model is that of {source.given}, and the one of {name} is not used")
