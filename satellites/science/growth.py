@@ -45,6 +45,7 @@ TRUNKS, DRAWN = COMPARISONS / "growth.toml", COMPARISONS / "growth_drawn.toml"
 RATES = (0.004, 0.008, 0.016, 0.032, 0.064)
 _LOOPS = ("prelude=0:1", "core=1:3", "coda=3:4", "loops=2")
 _OPERATORS = {"split": ("split=2",), "experts": ("experts=x2", "noise=0.01"), "loops": _LOOPS}
+Losses = dict[str, dict[int, dict[str, float]]]  # by case and seed, of "grown" and the other arms
 # The arm of a grown model, its trunk, and how it grows.
 CASES = {
     f"{trunk}_{operator}": (trunk, _OPERATORS[operator])
@@ -157,25 +158,36 @@ class GrowthStudy:
             return Report(
                 (), "No result yet: the sweeps of learning rates have not finished.", None
             )
-        trunks, drawn = self.trunks(), self.drawn()
-        before, from_nothing = (_by_arm(finished(each)) for each in (trunks, drawn))
-        grown: dict[str, dict[int, RunResult]] = {}
-        for run in drawn.runs:  # the same cases and seeds
-            folder = self.grown_folder(run.arm, run.seed)
-            at = half(trunks.runs[0].config)
-            config = changed(run.config, train={"steps": at + run.config.train.steps})
-            if found := read_run(replace(run, folder=folder, config=config)):
-                grown.setdefault(run.arm, {})[run.seed] = found
+        found, (trunks, drawn) = self._losses(), (self.trunks(), self.drawn())
         labels = {name: entry.label for name, entry in read_file(DRAWN).arms.items()}
-        rows = [
-            (labels[case], *_row(grown[case], before.get(trunk, {}), from_nothing.get(case, {})))
-            for case, (trunk, _) in CASES.items()
-            if case in grown
-        ]
+        rates = {"rate": best_rates(self.sweep(), _cost) | best_rates(self.drawn_sweep(), _cost)}
+        write_json(self.folder / "losses.json", rates | {"losses": found})
         head = ("case", "seeds", "continued", "grown", "drawn", "grown − continued", "95 %")
         head = (*head, "grown − drawn", "95 %", "just after")
         title = f"Loss at equal FLOPs after step {half(trunks.runs[0].config)}, paired by seed"
-        return Report((Table(title, head, tuple(rows)),), "", None)
+        rows = [(labels[case], *_row(by_seed)) for case, by_seed in found.items()]
+        planned = len(drawn.runs) * 2 + len(trunks.runs)
+        words = f"{planned} runs are planned; a seed counts when its three runs have finished."
+        return Report(
+            (Table(title, head, tuple(rows)),), words, draw(found, labels) if found else None
+        )
+
+    def _losses(self) -> Losses:
+        """Returns the losses of seeds whose three runs have finished, by case."""
+        trunks, drawn = self.trunks(), self.drawn()
+        before, from_nothing = (_by_arm(finished(each)) for each in (trunks, drawn))
+        losses: Losses = {case: {} for case in CASES}
+        for run in drawn.runs:  # the same cases and seeds
+            folder, trunk = self.grown_folder(run.arm, run.seed), CASES[run.arm][0]
+            at = half(trunks.runs[0].config)
+            config = changed(run.config, train={"steps": at + run.config.train.steps})
+            grown = read_run(replace(run, folder=folder, config=config))
+            continued = before.get(trunk, {}).get(run.seed)
+            other = from_nothing.get(run.arm, {}).get(run.seed)
+            if grown and continued and other:
+                last = {"continued": continued.loss, "grown": grown.loss, "drawn": other.loss}
+                losses[run.arm][run.seed] = last | {"after": _just_after(grown, continued)}
+        return {case: by_seed for case, by_seed in losses.items() if by_seed}
 
 
 def half(config: moebius.Config) -> int:
@@ -200,22 +212,53 @@ def _by_arm(runs: Sequence[RunResult]) -> dict[str, dict[int, RunResult]]:
     return found
 
 
-Runs = Mapping[int, RunResult]  # by seed
+def _less(by_seed: Mapping[int, Mapping[str, float]], other: str) -> list[float]:
+    """Returns grown − another arm, by seed."""
+    return [losses["grown"] - losses[other] for losses in by_seed.values()]
 
 
-def _row(grown: Runs, continued: Runs, drawn: Runs) -> tuple[str, ...]:
-    """Returns a case's losses and differences, of the seeds that have finished everywhere."""
-    seeds = sorted(grown.keys() & continued.keys() & drawn.keys())
-    losses = [[runs[seed].loss for seed in seeds] for runs in (continued, grown, drawn)]
-    if not seeds:
-        return ("0", *[""] * 8)
-    means = [f"{fmean(each):.3f}" for each in losses]
+def _row(by_seed: Mapping[int, Mapping[str, float]]) -> tuple[str, ...]:
+    """Returns a case's losses and differences."""
+    arms = ("continued", "grown", "drawn")
+    means = [f"{fmean(losses[arm] for losses in by_seed.values()):.3f}" for arm in arms]
     differences = []
-    for other in (losses[0], losses[2]):
-        less = [ours - theirs for ours, theirs in zip(losses[1], other, strict=True)]
+    for other in ("continued", "drawn"):
+        less = _less(by_seed, other)
         differences += [f"{fmean(less):+.3f}", ends(interval(less, claims=len(CASES)))]
-    after = [_just_after(grown[seed], continued[seed]) for seed in seeds]
-    return (str(len(seeds)), *means, *differences, f"{fmean(after):+.3f}")
+    after = fmean(losses["after"] for losses in by_seed.values())
+    return (str(len(by_seed)), *means, *differences, f"{after:+.3f}")
+
+
+def draw(found: Losses, labels: Mapping[str, str]) -> bytes:
+    """Returns the differences of every case, by seed and with their interval, as a PNG."""
+    from .pictures.drawing import (
+        FAINT,
+        MARKERS,
+        PALETTE,
+        finish_lines,
+        label,
+        new_figure,
+        png,
+        title,
+    )
+
+    figure = new_figure(2.6)
+    for panel, other in zip(
+        figure.subplots(1, 2, sharey=True), ("continued", "drawn"), strict=True
+    ):
+        for row, by_seed in enumerate(found.values()):
+            less = _less(by_seed, other)
+            if low_high := interval(less, claims=len(CASES)):
+                panel.plot(low_high, [row] * 2, color=PALETTE[0], linewidth=1.4, alpha=0.6)
+            style = {"color": PALETTE[0], "marker": MARKERS[0], "linestyle": "", "markersize": 4}
+            panel.plot(less, [row] * len(less), **style)
+        panel.axvline(0, color=FAINT, linestyle="--", linewidth=1)
+        panel.set_yticks(range(len(found)), [labels[case] for case in found])
+        panel.set_ylim(len(found) - 0.5, -0.5)
+        finish_lines(panel)
+        title(panel, f"grown − {other}")
+        label(panel, x="nats per token (left of 0: grown is better)")
+    return png(figure, "a mark is a seed, a line the corrected 95 % interval")
 
 
 def _just_after(grown: RunResult, continued: RunResult) -> float:

@@ -7,6 +7,7 @@ from compared import finish, write_lines
 
 import moebius
 from moebius_science.compare.plan import changed
+from moebius_science.files import read_json
 from moebius_science.growth import CASES, RATES, GrowthStudy, half, steps_for
 
 
@@ -53,7 +54,12 @@ def test_report_waits_for_the_sweeps_and_pairs_what_has_finished(tmp_path):
         config = changed(run.config, train={"steps": steps})
         folder = study.grown_folder(run.arm, run.seed)
         _finish(replace(run, config=config, folder=folder), 2.5)
-    rows = study.report().tables[0].rows
+    report = study.report()
+    assert report.picture is not None
+    seeds = read_json(tmp_path / "losses.json")["losses"]["sigma_moe_loops"]
+    last = {"continued": 3.0, "grown": 2.5, "drawn": 4.0, "after": -0.5}
+    assert seeds == {"0": last, "1": last}
+    rows = report.tables[0].rows
     assert [row[1:6] + row[7:8] + row[9:] for row in rows] == [
         ("2", "3.000", "2.500", "4.000", "-0.500", "-1.500", "-0.500")
     ] * len(CASES)
