@@ -114,7 +114,7 @@ def grow(
     """Returns what a model, its weights and the optimizer's state grow into, and by what."""
     growths, others = [], [name for name in state if name.startswith("optimizer.")]
     for name, own in parse([words]):
-        growth = OPERATORS[name].grow(model, own, Given(seed, state.__getitem__))
+        growth = OPERATORS[name].grow(model, own, Given(seed, InMemory(state).weight))
         reader, dtype = GrownReader(InMemory(state), growth.takes), state["embedding"].dtype
         model, shapes = growth.model, shapes_of(growth.model)
         state = {name: whole(reader, f"model.{name}", dtype) for name in shapes}

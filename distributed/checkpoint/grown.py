@@ -174,14 +174,17 @@ class BlockReader:
         """Fills the block of a tensor that begins at `offsets`, in place and in its dtype."""
         raise NotImplementedError
 
-    def weight(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns a whole weight of the model by its name there."""
-        shape = self.shape(f"model.{name}")
-        if shape is None:
-            raise CheckpointError(f"the model has no {name}")
-        whole = torch.empty(shape, dtype=dtype)
-        self.fill(whole, f"model.{name}", (0,) * len(shape))
-        return whole
+    def weight(
+        self, name: str, dtype: torch.dtype = torch.float32, *, entry: int | None = None
+    ) -> Tensor:
+        """Returns a weight of the model by its name there, whole or one `entry` of its first dim."""
+        shape = self.shape(f"model.{name}") or ()
+        sizes, start = shape, [0] * len(shape)
+        if entry is not None:
+            sizes, start[0] = (1, *shape[1:]), entry
+        block = torch.empty(sizes, dtype=dtype)
+        self.fill(block, f"model.{name}", start)
+        return block
 
 
 class StoredReader(BlockReader):

@@ -223,7 +223,7 @@ def import_source(
     """
     refuse_existing(out)
     start = start_from(str(given), name, overrides, family=family, grow=grow, trains=False)
-    source, config, before = start.source, start.config, None
+    source, config, before, lines = start.source, start.config, None, [*start.notes]
     if source.step is None:
         own = {"tokenizer": str(out.absolute() / SOURCE_FILES)}  # the run's copy of the folder's
         if config.prepare.tokenizer == source.path:
@@ -237,12 +237,13 @@ def import_source(
         if any(word.startswith(("data.", "prepare.")) for word in overrides):  # other text
             progress = {**before["progress"], "samples": 0}
             before = {**before, "data": None, "progress": progress}
+            lines.append("data: read from the beginning, because their keys were given")
         grown = tuple(one.model_copy(update={"takes": ()}) for one in source.grown)
         source = source.model_copy(update={"kind": "written", "grown": grown})
     reader = open_reader(start.source)
     state = {each: partial(reader.weight, each) for each in shapes_of(config.model)}
     lists = {"left out": source.ignored, "dequantised": source.dequantised}
-    lines = (*start.notes, *(f"{what}: {some_of(those)}" for what, those in lists.items() if those))
+    lines += [f"{what}: {some_of(those)}" for what, those in lists.items() if those]
     notes = "".join(f"\n  {line}" for line in lines)
     return write_run(out, config, state, notes, source, before=before)
 

@@ -37,7 +37,7 @@ class Given:
     """Holds what an operator may use beside the model and its words."""
 
     seed: int
-    tensor: Callable[[str], Tensor]  # reads a whole tensor of the model before
+    tensor: Callable[..., Tensor]  # reads a tensor of the model before, or an `entry` of it
     rows: Callable[[], Sequence[Rows]] = no_rows  # reads a few batches of validation
     step: int = 0  # after which the run goes on
 
@@ -134,7 +134,11 @@ def scores_of(by: str, model: ModelConfig, given: Given) -> dict[int, Tensor]:
         for member in model.sparse_members
     }
     if by == "norm":
-        return {member: given.tensor(bank).flatten(1).norm(dim=1) for member, bank in banks.items()}
+        experts = range(0 if model.experts is None else model.experts.num_experts)
+        return {  # one at a time: a bank may be larger than memory
+            member: torch.stack([given.tensor(bank, entry=expert).norm() for expert in experts])
+            for member, bank in banks.items()
+        }
     rows = given.rows()
     built = _built(model, given.tensor, rows, given.step)
     weights = {member: built.get_parameter(bank) for member, bank in banks.items()}
