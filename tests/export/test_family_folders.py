@@ -80,7 +80,6 @@ import os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 for folder in sys.argv[1:]:
