@@ -11,6 +11,7 @@ copies nothing has a state of zeros.
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from operator import add, gt
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -160,7 +161,7 @@ def refuse_gaps(
 # Readers -----------------------------------------------------------------------------------------
 
 
-class BlockReader:
+class BlockReader(ABC):
     """Reads blocks of tensors under their names in a checkpoint, "model.<name>" for weights."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -170,9 +171,9 @@ class BlockReader:
         """Returns the shape of a tensor; None: there is none of this name."""
         return self._shapes.get(name)
 
+    @abstractmethod
     def fill(self, block: Tensor, name: str, offsets: Sequence[int]) -> None:
         """Fills the block of a tensor that begins at `offsets`, in place and in its dtype."""
-        raise NotImplementedError
 
     def weight(
         self, name: str, dtype: torch.dtype = torch.float32, *, entry: int | None = None
