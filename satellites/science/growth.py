@@ -7,8 +7,6 @@ out of them, and the same models from drawn weights. The same command continues 
 interruption. `--report` trains nothing.
 """
 
-import argparse
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +30,11 @@ from .loops.study import (
     INTERRUPTED,
     SWEEP_SEED,
     Report,
-    add_arguments,
     best_rates,
-    carry_out,
     ends,
     finished,
+    last_loss,
+    study_command,
     train_all,
     with_rates,
 )
@@ -111,12 +109,12 @@ class GrowthStudy:
 
     def trunks(self, seeds: Sequence[int] | None = None) -> Request:
         """Returns the trunks of seeds, each with its rate; their second half is *continued*."""
-        rates = best_rates(self.sweep(), _cost)
+        rates = best_rates(self.sweep(), last_loss)
         return self._plan(with_rates(self._file(TRUNKS, seeds), rates), "continued")
 
     def drawn(self, seeds: Sequence[int] | None = None) -> Request:
         """Returns the grown models from drawn weights, each with its rate."""
-        rates = best_rates(self.drawn_sweep(), _cost)
+        rates = best_rates(self.drawn_sweep(), last_loss)
         return self._plan(with_rates(self._drawn_file(seeds), rates), "drawn")
 
     def _drawn_file(self, seeds: Sequence[int] | None) -> ComparisonFile:
@@ -154,13 +152,15 @@ class GrowthStudy:
 
     def report(self) -> Report:
         """Returns the table of what has finished."""
-        if not best_rates(self.drawn_sweep(), _cost) or not best_rates(self.sweep(), _cost):
+        if not best_rates(self.drawn_sweep(), last_loss) or not best_rates(self.sweep(), last_loss):
             return Report(
                 (), "No result yet: the sweeps of learning rates have not finished.", None
             )
         found, (trunks, drawn) = self._losses(), (self.trunks(), self.drawn())
         labels = {name: entry.label for name, entry in read_file(DRAWN).arms.items()}
-        rates = {"rate": best_rates(self.sweep(), _cost) | best_rates(self.drawn_sweep(), _cost)}
+        rates = {
+            "rate": best_rates(self.sweep(), last_loss) | best_rates(self.drawn_sweep(), last_loss)
+        }
         write_json(self.folder / "losses.json", rates | {"losses": found})
         head = ("case", "seeds", "continued", "grown", "drawn", "grown − continued", "95 %")
         head = (*head, "grown − drawn", "95 %", "just after")
@@ -199,10 +199,6 @@ def steps_for(config: moebius.Config, trunk: moebius.Config) -> int:
     """Returns the steps that cost the FLOPs of a trunk's second half."""
     each = [moebius.size_of(one).training_flops / one.train.steps for one in (trunk, config)]
     return round((trunk.train.steps - half(trunk)) * each[0] / each[1])
-
-
-def _cost(run: RunResult) -> float:
-    return run.loss if math.isfinite(run.loss) else math.inf
 
 
 def _by_arm(runs: Sequence[RunResult]) -> dict[str, dict[int, RunResult]]:
@@ -268,18 +264,5 @@ def _just_after(grown: RunResult, continued: RunResult) -> float:
     return loss - theirs[step]
 
 
-def main() -> int:
-    """Trains and reports the study."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moebius_science.growth",
-        description="satellites/science/docs/growth.md has the protocol",
-    )
-    add_arguments(parser)
-    options = parser.parse_intermixed_args()
-    folder, overrides = options.folder.absolute(), tuple(options.overrides)
-    study = GrowthStudy(folder, overrides, options.jobs)
-    return carry_out(study, "growth", only_report=options.report)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(study_command("growth", GrowthStudy))

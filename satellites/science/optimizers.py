@@ -6,7 +6,6 @@ The same command continues after an interruption. `--report` trains nothing. Bot
 optimizers.md and optimizers.png into FOLDER, whose seeds/ has the table of `moebius compare`.
 """
 
-import argparse
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +26,11 @@ from .loops.study import (
     COMPARISONS,
     SWEEP_SEED,
     Report,
-    add_arguments,
     best_rates,
-    carry_out,
     ends,
     finished,
+    last_loss,
+    study_command,
     train_all,
     with_rates,
 )
@@ -70,7 +69,7 @@ class OptimizerStudy:
         """Returns the runs that choose rates, by rate; at an edge one more, when it is known."""
         file = self._file()
         found = {rate: self._at(rate, file, list(file.arms)) for rate in RATES}
-        more = beyond(best_rates(found, _cost))
+        more = beyond(best_rates(found, last_loss))
         return found | {rate: self._at(rate, file, arms) for rate, arms in more.items()}
 
     def _at(self, rate: float, file: ComparisonFile, arms: Sequence[str]) -> Request:
@@ -79,7 +78,7 @@ class OptimizerStudy:
 
     def measured(self) -> list[Request]:
         """Returns the runs with the best rates, all steps and then fewer; none before the sweep."""
-        rates = best_rates(self.sweep(), _cost)
+        rates = best_rates(self.sweep(), last_loss)
         if not rates:
             return []
         file = with_rates(self._file(), rates)
@@ -107,10 +106,6 @@ def _only(file: ComparisonFile, arms: Sequence[str], **values: Any) -> Compariso
     chosen = {name: file.arms[name] for name in arms}
     update = {"arms": chosen, "baseline": arms[0], "claims": ()}
     return file.model_copy(update=update | values)
-
-
-def _cost(run: RunResult) -> float:
-    return run.loss if math.isfinite(run.loss) else math.inf
 
 
 def beyond(rates: Mapping[str, float]) -> dict[float, list[str]]:
@@ -225,18 +220,5 @@ def draw(results: Results) -> bytes:
     return png(figure, f"{results.finished} of {results.planned} runs; a mark is a seed")
 
 
-def main() -> int:
-    """Trains and reports the study."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moebius_science.optimizers",
-        description="satellites/science/docs/optimizers.md has the protocol",
-    )
-    add_arguments(parser)
-    options = parser.parse_intermixed_args()
-    folder, overrides = options.folder.absolute(), tuple(options.overrides)
-    study = OptimizerStudy(folder, overrides, options.jobs)
-    return carry_out(study, "optimizers", only_report=options.report)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(study_command("optimizers", OptimizerStudy))

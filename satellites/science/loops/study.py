@@ -1,6 +1,7 @@
 """Holds what studies share: their command and report, finished runs, training until an interruption."""
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", action="store_true", help="train nothing")
 
 
+def study_command(name: str, study: Callable[[Path, tuple[str, ...], int], Study]) -> int:
+    """Trains and reports a study as the command line says; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m moebius_science.{name}",
+        description=f"satellites/science/docs/{name}.md has the protocol",
+    )
+    add_arguments(parser)
+    options = parser.parse_intermixed_args()
+    chosen = study(options.folder.absolute(), tuple(options.overrides), options.jobs)
+    return carry_out(chosen, name, only_report=options.report)
+
+
 def carry_out(study: Study, name: str, *, only_report: bool) -> int:
     """Trains a study, and writes and prints its report, NAME.md and NAME.png; the exit code."""
     console, folder = Console(), study.folder
@@ -77,6 +90,11 @@ def carry_out(study: Study, name: str, *, only_report: bool) -> int:
 def finished(request: Request) -> list[RunResult]:
     """Returns the figures of all runs that have finished."""
     return [found for run in request.runs if (found := read_run(run)) is not None]
+
+
+def last_loss(run: RunResult) -> float:
+    """Returns a run's last validation loss; infinity if it diverged."""
+    return run.loss if math.isfinite(run.loss) else math.inf
 
 
 def best_rates(
