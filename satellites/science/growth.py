@@ -253,8 +253,10 @@ def draw(found: Losses, labels: Mapping[str, str]) -> bytes:
         panel.set_ylim(len(found) - 0.5, -0.5)
         finish_lines(panel)
         title(panel, f"grown − {other}")
-        label(panel, x="nats per token (left of 0: grown is better)")
-    return png(figure, "a mark is a seed, a line the corrected 95 % interval")
+        label(panel, x="nats per token")
+    return png(
+        figure, "left of 0, grown is better; a mark is a seed, a line the corrected 95 % interval"
+    )
 
 
 def _just_after(grown: RunResult, continued: RunResult) -> float:
