@@ -109,7 +109,7 @@ def copy_to(copy: Path) -> Path:
 
 def run_tests(tests: Sequence[str], copy: Path, *options: str, may_fail: bool = False) -> int:
     """Returns pytest's exit code, with the copy as the package `moebius`."""
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
     command += ["-m", "", *options, *tests]  # slow ones too
     # the satellites' tests import helpers of theirs
     paths = os.pathsep.join(map(str, [copy.parent, *copy.glob("satellites/*/tests")]))
@@ -124,10 +124,12 @@ def run_tests(tests: Sequence[str], copy: Path, *options: str, may_fail: bool = 
         text=True,
         check=False,
     )
-    if done.returncode not in (0, TESTS_FAILED) or (done.returncode and not may_fail):
+    code, summary = done.returncode, done.stdout.rstrip().rpartition("\n")[2]
+    if code == 0 and " skipped" in summary and " passed" not in summary:
+        code = NO_TESTS
+    if code not in (0, TESTS_FAILED) or (code and not may_fail):
         print(done.stdout[-3000:], done.stderr[-2000:])
-    were_skipped = " skipped in " in done.stdout and " passed" not in done.stdout
-    return NO_TESTS if were_skipped else done.returncode
+    return code
 
 
 if __name__ == "__main__":

@@ -152,16 +152,14 @@ class GrowthStudy:
 
     def report(self) -> Report:
         """Returns the table of what has finished."""
-        if not best_rates(self.drawn_sweep(), last_loss) or not best_rates(self.sweep(), last_loss):
+        rates = [best_rates(each, last_loss) for each in (self.sweep(), self.drawn_sweep())]
+        if not all(rates):
             return Report(
                 (), "No result yet: the sweeps of learning rates have not finished.", None
             )
         found, (trunks, drawn) = self._losses(), (self.trunks(), self.drawn())
         labels = {name: entry.label for name, entry in read_file(DRAWN).arms.items()}
-        rates = {
-            "rate": best_rates(self.sweep(), last_loss) | best_rates(self.drawn_sweep(), last_loss)
-        }
-        write_json(self.folder / "losses.json", rates | {"losses": found})
+        write_json(self.folder / "losses.json", {"rate": rates[0] | rates[1], "losses": found})
         head = ("case", "seeds", "continued", "grown", "drawn", "grown − continued", "95 %")
         head = (*head, "grown − drawn", "95 %", "just after")
         title = f"Loss at equal FLOPs after step {half(trunks.runs[0].config)}, paired by seed"
